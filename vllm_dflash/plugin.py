@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point: :func:`register` runs in every process that vLLM starts, before any runner is imported.
+
+It never raises and does no heavy work. Where vLLM differs from what :mod:`vllm_dflash.hooks` expects, it logs one ERROR and
+leaves vLLM as it is; whatever is wrong with a *draft* is raised later, when that draft is used.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from vllm_dflash import __version__, hooks
+from vllm_dflash.checkpoint import parse_draft_config
+from vllm_dflash.draft_config import OUR_ARCHITECTURES, claims_architectures
+from vllm_dflash.patching import Patch
+
+KILL_SWITCH = "VLLM_DFLASH"
+DRAFT_MODEL = "vllm_dflash.engine.draft_model:DFlashDraftModel"
+
+
+def register() -> None:
+    """Take over ``"method": "dflash"``; entry point ``dflash`` of the group ``vllm.general_plugins``."""
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - an exception here would break every vLLM command of this environment
+        _report(f"{type(error).__name__}: {error}")
+
+
+def enabled() -> bool:
+    """Whether the kill switch is unset: ``VLLM_DFLASH=0`` gives vLLM's own DFlash back."""
+    return os.environ.get(KILL_SWITCH, "1") != "0"
+
+
+def claims(vllm_config: Any) -> bool:
+    """Whether the configured draft is ours: method dflash with a plain DFlash body."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "dflash" or not enabled():
+        return False
+    architectures = list(speculative.draft_model_config.architectures)
+    if claims_architectures(architectures):
+        return True
+    _logger().info_once(f"vllm-dflash leaves the draft {architectures} to vLLM's own implementation")
+    return False
+
+
+def _register() -> None:
+    import vllm.envs
+
+    vllm.envs.environment_variables.setdefault(KILL_SWITCH, lambda: os.environ.get(KILL_SWITCH, "1"))
+    if not enabled():
+        return
+    found = hooks.problems("load")
+    if found:
+        _report("; ".join(found))
+        return
+    for patch in patches():
+        patch.install(on_problem=_report)
+
+
+def patches() -> tuple[Patch, ...]:
+    """Everything that is replaced in vLLM; each entry's reason stands in its hook."""
+    return (
+        Patch(hooks.V2_FACTORY, _wrap_init_speculator, rebind=("vllm.v1.worker.gpu.model_runner",)),
+        Patch(hooks.V1_PROPOSER, _proposer_seam),
+        Patch(hooks.DRAFT_CONFIG, _wrap_hf_config_override),
+        Patch(hooks.CPU_EXPAND, _repair_cpu_expand),
+    )
+
+
+def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        if not claims(vllm_config):
+            return original(vllm_config, device, *args, **kwargs)
+        _take_over("v2")
+        from vllm_dflash.engine.speculator import DFlashSpeculator
+
+        return DFlashSpeculator(vllm_config, device)
+
+    return init_speculator
+
+
+def _proposer_seam(original: type) -> type:
+    """A stand-in for the class name: it builds our proposer or vLLM's, and both are instances of it."""
+
+    class Seam(type):
+        def __call__(cls, vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            if not claims(vllm_config):
+                return original(vllm_config, device, *args, **kwargs)
+            _take_over("v1")
+            from vllm_dflash.engine.proposer import DFlashProposer
+
+            return DFlashProposer(vllm_config, device, *args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            ours = sys.modules.get("vllm_dflash.engine.proposer")  # never imported for a runner that drafts otherwise
+            return isinstance(instance, original) or (ours is not None and isinstance(instance, ours.DFlashProposer))
+
+    return Seam(original.__name__, (), {"__doc__": original.__doc__})
+
+
+def _wrap_hf_config_override(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give plain DFlash drafts the default K (``n_predict``) that vLLM reads right after this override."""
+
+    @functools.wraps(original)  # pickled by qualified name on its way to other processes
+    def hf_config_override(hf_config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(hf_config, *args, **kwargs)
+        if enabled() and claims_architectures(getattr(config, "architectures", None)):
+            draft = parse_draft_config(config.to_dict())
+            if getattr(config, "n_predict", None) is None:
+                config.update({"n_predict": draft.max_num_speculative_tokens})
+        return config
+
+    return hf_config_override
+
+
+def _repair_cpu_expand(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_dflash.engine.cpu_sampling import expand_rows
+
+    return functools.wraps(original)(expand_rows)
+
+
+def _take_over(runner: Literal["v1", "v2"]) -> None:
+    """Check the hooks of this runner, then let our model class load the draft.
+
+    The model class is registered only here, in the worker that has just built our speculator or proposer: vLLM's own never
+    meets it, however the take-over failed.
+    """
+    found = hooks.problems(runner)
+    if found:
+        raise RuntimeError(f"{_differs('; '.join(found))} Set {KILL_SWITCH}=0 to use vLLM's own DFlash.")
+    from vllm import ModelRegistry
+
+    for architecture in OUR_ARCHITECTURES:
+        ModelRegistry.register_model(architecture, DRAFT_MODEL)
+
+
+def _report(difference: str) -> None:
+    _logger().error(f"{_differs(difference)} vLLM's own DFlash stays in use.")
+
+
+def _differs(difference: str) -> str:
+    supported = " and ".join(hooks.SUPPORTED_VLLM)
+    return (
+        f"vllm-dflash {__version__} does not fit vLLM {hooks.vllm_version()} (supported: {supported}): {difference}. Run "
+        "`vllm-dflash doctor` for details."
+    )
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.plugins.dflash")  # only loggers below "vllm" are configured
