@@ -18,6 +18,7 @@ speculators ``transformer_layer_config``  ``aux_hidden_state_layer_ids``,  ``sli
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def parse_draft_config(config: Mapping[str, Any]) -> DraftConfig:
     Raises:
         CheckpointError: a field is missing, of the wrong type, or contradicts another one.
     """
-    dialect = "speculators" if "transformer_layer_config" in config else "zlab"
     read = Reader(config)
+    dialect = "speculators" if "transformer_layer_config" in config else "zlab"
     hidden_size = read.positive_int("hidden_size")
     num_heads = read.positive_int("num_attention_heads")
     num_layers = read.positive_int("num_hidden_layers")
@@ -193,12 +194,15 @@ def _target_layer_ids(read: Reader, num_layers: int) -> tuple[int, ...]:
 def _rope(read: Reader, head_dim: int) -> RopeConfig:
     parameters = {**(read.mapping("rope_scaling") or {}), **(read.mapping("rope_parameters") or {})}
     theta = parameters.get("rope_theta", read.optional_number("rope_theta"))
-    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or theta <= 0:
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not 0 < theta < math.inf:
         raise CheckpointError(
             f"rope_theta: found {theta!r}; expected a positive number (top level, rope_parameters or rope_scaling). Add the "
             "theta that the draft was trained with."
         )
-    parameters.setdefault("rope_type", parameters.pop("type", "default") or "default")
+    rope_type = parameters.pop("type", None) if parameters.get("rope_type") is None else parameters["rope_type"]
+    if not isinstance(rope_type, (str, type(None))):
+        raise CheckpointError(f"rope_type: found {rope_type!r}; expected text such as 'default' or 'yarn'. Fix the draft config.")
+    parameters["rope_type"] = rope_type or "default"
     parameters["rope_theta"] = float(theta)
     for key in VL_ROPE_KEYS:  # copied from a vision-language target; draft positions have one dimension
         if parameters.pop(key, None) is not None:
@@ -216,6 +220,10 @@ def _partial_rotary(read: Reader, parameters: dict[str, Any], head_dim: int) -> 
     if rope_dim is not None:
         stamped = rope_dim / head_dim
     if stamped is not None:
+        if not 0 < stamped <= 1:
+            raise CheckpointError(
+                f"partial_rotary_factor: found {stamped}; expected a share of the head above 0, at most 1. Fix the draft config."
+            )
         parameters["partial_rotary_factor"] = float(stamped)
     elif copied not in (None, 1, 1.0):
         read.note(
@@ -230,20 +238,21 @@ def _layers(read: Reader, num_layers: int) -> tuple[LayerAttention, ...]:
             f"layer_types: {len(types)} entries for num_hidden_layers = {num_layers}. Give one entry per draft layer."
         )
     all_sliding = read.boolean("use_swa", default=False) and SLIDING not in (types or ())
-    sliding = [all_sliding or (types is not None and types[i] == SLIDING) for i in range(num_layers)]
+    named = [types is not None and types[i] == SLIDING for i in range(num_layers)]
+    sliding = [all_sliding or is_named for is_named in named]
     window = read.optional_int("swa_window_size", "sliding_window") if any(sliding) else None
     if any(sliding) and window is None:
         raise CheckpointError(
             "sliding_window: missing, although some draft layers slide. Set sliding_window (or dflash_config.swa_window_size)."
         )
-    return tuple(LayerAttention(window if s else None, _causal(read, s, explicit_types=types is not None)) for s in sliding)
+    return tuple(LayerAttention(window if s else None, _causal(read, s, named=n)) for s, n in zip(sliding, named, strict=True))
 
 
-def _causal(read: Reader, sliding: bool, *, explicit_types: bool) -> bool:
+def _causal(read: Reader, sliding: bool, *, named: bool) -> bool:
     non_causal_windows = read.optional_boolean("sliding_window_non_causal")
     if non_causal_windows is not None and sliding:
         return not non_causal_windows
     stated = read.optional_boolean("is_causal", "causal")
     if stated is not None:
         return stated
-    return sliding and explicit_types  # z-lab's reference model: a sliding layer is causal unless the config says otherwise
+    return named  # z-lab's reference model: a layer that layer_types calls sliding is causal; use_swa alone says nothing of it
