@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine in a process of its own: without speculation, with vLLM's own DFlash, or with ours.
+
+The kill switch and model registrations last as long as a process, so three arms need three processes. They can live side by
+side, and only the one that was asked computes:
+
+    with Engine(EngineSpec(arm="ours", ...)) as engine:
+        engine.ready()                       # waits; {"implementation": ..., "stop_token_ids": ...}
+        for event in engine.run(["Hello"], max_tokens=16): ...
+
+Wire: one JSON object per line, spec and requests on stdin, events on stdout. Events: `ready`, `step` (only when streaming),
+`result`, `error`. vLLM's own output goes to a log file that an error names.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm_dflash.cli.failure import UserError
+from vllm_dflash.cli.machine import cpu_engine_args, engine_environment
+from vllm_dflash.cli.models import Pair
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing itself only from Python 3.11 on
+
+Arm = Literal["none", "builtin", "ours"]
+ARM_NAMES: dict[Arm, str] = {"none": "no speculation", "builtin": "vLLM's built-in dflash", "ours": "vllm-dflash"}
+SHUTDOWN_S = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What one child starts; `engine_args` are vLLM's `EngineArgs` beyond model, dtype and speculation."""
+
+    arm: Arm
+    target: str
+    draft: str | None
+    k: int
+    dtype: str
+    engine_args: dict[str, Any]
+    local: bool
+
+
+def engine_spec(arm: Arm, pair: Pair, dtype: str, **engine_args: Any) -> EngineSpec:
+    """Spec of an arm for a checked pair, with the CPU defaults filled in."""
+    args = cpu_engine_args(pair.target_config, engine_args)
+    return EngineSpec(arm, pair.target, None if arm == "none" else pair.draft, pair.k, dtype, args, pair.local)
+
+
+class Child:
+    """A Python module of ours in a child process that speaks JSON lines."""
+
+    def __init__(self, module: str, first_line: dict[str, Any], environment: dict[str, str]) -> None:
+        with tempfile.NamedTemporaryFile(prefix="vllm-dflash-", suffix=".log", delete=False) as log:
+            self._log = Path(log.name)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+                encoding="utf-8",
+            )
+        self.send(first_line)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one line to the child.
+
+        Raises:
+            UserError: the child has ended.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise UserError(self._obituary()) from None
+
+    def receive(self) -> dict[str, Any]:
+        """Read one event.
+
+        Raises:
+            UserError: the child reported an error, or has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UserError(self._obituary())
+        event: dict[str, Any] = json.loads(line)
+        if event["event"] == "error":
+            if event["unexpected"]:
+                raise UserError(f"{event['message']}{self._log_hint()}")
+            self._log.unlink(missing_ok=True)  # the sentence says it all
+            raise UserError(event["message"])
+        return event
+
+    def close(self) -> None:
+        """End the child; its log goes when it ended well."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            if self._process.wait(SHUTDOWN_S) == 0:
+                self._log.unlink(missing_ok=True)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._process.kill()
+        self.close()
+
+    def _obituary(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "no message"
+        return f"the engine process ended unexpectedly (exit status {self._process.wait(SHUTDOWN_S)}): {last}.{self._log_hint()}"
+
+    def _log_hint(self) -> str:
+        return f" vLLM's output is in {self._log}."
+
+
+class Engine(Child):
+    """One arm; starting is asynchronous, so that several can load at the same time."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        environment = engine_environment(plugin=spec.arm == "ours", local_models=spec.local)
+        self._readiness: dict[str, Any] | None = None
+        super().__init__("vllm_dflash.cli.engine_child", dataclasses.asdict(spec), environment)
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the engine is loaded; its `ready` event, however often it is asked.
+
+        Raises:
+            UserError: it could not start; the sentence says why.
+        """
+        self._readiness = self._readiness or self.receive()
+        return self._readiness
+
+    def run(self, prompts: Sequence[str], *, stream: bool = False, **sampling: Any) -> Iterator[dict[str, Any]]:
+        """Generate for all prompts in one batch; yields `step` events when streaming, and one `result` at the end.
+
+        `sampling` are vLLM's `SamplingParams`; a chat template is applied where the tokenizer has one.
+        """
+        self.send({"prompts": list(prompts), "sampling": sampling, "stream": stream})
+        while (event := self.receive())["event"] == "step":
+            yield event
+        yield event
+
+    def generate(self, prompts: Sequence[str], **sampling: Any) -> dict[str, Any]:
+        """The `result` of `run` without streaming: outputs, seconds and draft counters."""
+        return next(self.run(prompts, **sampling))
