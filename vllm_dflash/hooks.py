@@ -39,9 +39,29 @@ CPU_EXPAND = Hook(
     moment="patch",
     params=("output", "input_val", "cu_num_tokens", "replace_from", "replace_to"),
     why="on CPUs it leaves the expanded temperature, top-k and top-p uninitialised, so that speculation samples garbage",
-    until="tests/compat/test_cpu_expand_repair.py fails on the oldest supported vLLM",
+    until="tests/compat/test_cpu_sampling_repairs.py fails on the oldest supported vLLM",
 )
-SEAMS = (V2_FACTORY, V1_PROPOSER, DRAFT_CONFIG, CPU_EXPAND)
+CPU_TOP_K = Hook(
+    path="vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_only",
+    moment="patch",
+    params=("logits", "k"),
+    why="a step without draft rows has no maximum of k, so that the engine dies on the first request with top-k",
+    until="tests/compat/test_cpu_sampling_repairs.py fails on the oldest supported vLLM",
+)
+CPU_SEEDS = Hook(
+    path="vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+    moment="patch",
+    params=("scheduler_output", "sampler_output"),
+    why="it rewinds the generator of a seeded request in mid-prefill by offset, which CPU generators do not have",
+    until="tests/compat/test_cpu_sampling_repairs.py fails on the oldest supported vLLM",
+)
+WIDTH_ASKED = Hook(
+    path="vllm.config.speculative:SpeculativeConfig.__post_init__",
+    moment="load",
+    why="a K above the trained block is refused with the number that works, before weights are loaded",
+    until="vLLM reads the trained block length of DFlash drafts itself",
+)
+SEAMS = (V2_FACTORY, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
 
 HOOKS: tuple[Hook, ...] = (
     *SEAMS,

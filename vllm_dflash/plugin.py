@@ -5,6 +5,7 @@ It never raises and does no heavy work. Where vLLM differs from what :mod:`vllm_
 leaves vLLM as it is; whatever is wrong with a *draft* is raised later, when that draft is used.
 """
 
+import contextvars
 import functools
 import os
 import sys
@@ -12,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from vllm_dflash import __version__, hooks
-from vllm_dflash.checkpoint import parse_draft_config
-from vllm_dflash.draft_config import OUR_ARCHITECTURES, claims_architectures
+from vllm_dflash.draft_config import OUR_ARCHITECTURES, check_width, claims_architectures
 from vllm_dflash.patching import Patch
 
 KILL_SWITCH = "VLLM_DFLASH"
+_WIDTH_ASKED: contextvars.ContextVar[int | None] = contextvars.ContextVar("num_speculative_tokens", default=None)
 DRAFT_MODEL = "vllm_dflash.engine.draft_model:DFlashDraftModel"
 
 
@@ -65,7 +66,10 @@ def patches() -> tuple[Patch, ...]:
         Patch(hooks.V2_FACTORY, _wrap_init_speculator, rebind=("vllm.v1.worker.gpu.model_runner",)),
         Patch(hooks.V1_PROPOSER, _proposer_seam),
         Patch(hooks.DRAFT_CONFIG, _wrap_hf_config_override),
+        Patch(hooks.WIDTH_ASKED, _wrap_post_init),
         Patch(hooks.CPU_EXPAND, _repair_cpu_expand),
+        Patch(hooks.CPU_TOP_K, _repair_cpu_top_k),
+        Patch(hooks.CPU_SEEDS, _repair_cpu_seeds),
     )
 
 
@@ -108,7 +112,11 @@ def _wrap_hf_config_override(original: Callable[..., Any]) -> Callable[..., Any]
     def hf_config_override(hf_config: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(hf_config, *args, **kwargs)
         if enabled() and claims_architectures(getattr(config, "architectures", None)):
-            draft = parse_draft_config(config.to_dict())
+            from vllm_dflash.engine.pair import read_draft
+
+            draft = read_draft(getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None), config)
+            if (asked := _WIDTH_ASKED.get()) is not None:
+                check_width(draft, asked)
             if getattr(config, "n_predict", None) is None:
                 config.update({"n_predict": draft.max_num_speculative_tokens})
         return config
@@ -116,10 +124,36 @@ def _wrap_hf_config_override(original: Callable[..., Any]) -> Callable[..., Any]
     return hf_config_override
 
 
+def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell the override above which K was asked for: vLLM's own check knows multiples only."""
+
+    @functools.wraps(original)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _WIDTH_ASKED.set(getattr(self, "num_speculative_tokens", None))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _WIDTH_ASKED.reset(token)
+
+    return post_init
+
+
 def _repair_cpu_expand(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm_dflash.engine.cpu_sampling import expand_rows
 
     return functools.wraps(original)(expand_rows)
+
+
+def _repair_cpu_top_k(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_dflash.engine.cpu_sampling import allow_no_rows
+
+    return allow_no_rows(original)
+
+
+def _repair_cpu_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_dflash.engine.cpu_sampling import rewind_seeds
+
+    return rewind_seeds(original)
 
 
 def _take_over(runner: Literal["v1", "v2"]) -> None:

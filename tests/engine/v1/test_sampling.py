@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Above temperature 0 the output distribution is the target's, whatever the draft proposes and however it picks.
+
+A target with a dozen tokens answers one prompt thousands of times. The second and third token of each answer are verified
+ones (the first comes from the prefill); their joint counts are compared with the exact probabilities of the target. The draft
+is a bad one (random weights), so that accepting, rejecting and resampling all happen often.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import chisquare
+from tiny_models import Draft, Target, edit_weights
+
+VOCAB = 12
+SMALL = Target(vocab=VOCAB, hidden=48, heads=2, kv_heads=1, layers=3, mlp=64)
+PROMPT = [3, 9, 7, 2]
+N, TEMPERATURE, TOP_P = 4000, 0.8, 0.9
+
+
+@pytest.fixture(scope="module")
+def folders(write_pair):
+    """A pair whose target is unsure: a peaked one would reject nearly every draft of a random draft model."""
+    target, draft = write_pair(Draft(heads=2, kv_heads=1, block=4), SMALL)
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    return edit_weights(target, {"lm_head.weight": 0.3 * head}), draft
+
+
+@pytest.fixture(scope="module")
+def probabilities(folders):
+    """Exact P(second token, third token) of the target, [V * V], at the temperature and top-p of the test."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float64).eval()
+
+    def next_token(texts):
+        with torch.no_grad():
+            ordered, ids = (model(torch.tensor(texts)).logits[:, -1] / TEMPERATURE).softmax(-1).sort(descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= TOP_P] = 0  # the smallest set that reaches TOP_P
+        return torch.zeros_like(ordered).scatter(1, ids, ordered / ordered.sum(-1, keepdim=True))
+
+    every = range(VOCAB)
+    first = next_token([PROMPT])[0]
+    second = next_token([[*PROMPT, a] for a in every])
+    third = next_token([[*PROMPT, a, b] for a in every for b in every]).view(VOCAB, VOCAB, VOCAB)
+    return torch.einsum("a,ab,abc->bc", first, second, third).flatten()
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_distribution_is_the_targets(method, folders, engine_of, probabilities):
+    """Breaks if vLLM's expansion of temperature and top-p on CPUs is not repaired, or if drafts are not drawn from the
+    probabilities that the proposer hands over."""
+    engine = engine_of(
+        *folders,
+        speculative={"num_speculative_tokens": 3, "draft_sample_method": method},
+        max_num_seqs=250,
+        max_num_batched_tokens=2048,
+        max_model_len=32,
+    )
+    answers, grown = engine.counted(lambda: engine.generate([PROMPT] * N, 4, temperature=TEMPERATURE, top_p=TOP_P))
+    assert 0.02 < grown["num_accepted_tokens"] / grown["num_draft_tokens"] < 0.95
+    counts = torch.zeros(VOCAB * VOCAB)
+    for answer in answers:
+        counts[answer[1] * VOCAB + answer[2]] += 1
+    assert counts[probabilities == 0].sum() == 0
+    common = N * probabilities >= 5  # the usual condition of the test; the rest is one cell
+    observed = torch.cat([counts[common], counts[~common].sum().view(1)]).double()
+    expected = torch.cat([probabilities[common], probabilities[~common].sum().view(1)]) * N
+    assert chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-4
+
+
+def test_seeded_requests_with_top_k_repeat(folders, engine_of):
+    """Breaks if a request's seed no longer decides its answer once drafts are verified.
+
+    With top-k, vLLM's CPU path also has to survive steps without any draft: the prefill is one.
+    """
+    engine = engine_of(*folders, speculative={"num_speculative_tokens": 3}, max_model_len=64)
+    first, second = (engine.generate([PROMPT], 16, temperature=1.0, top_k=9, seed=11) for _ in range(2))
+    assert first == second

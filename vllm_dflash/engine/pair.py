@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft and the target of one engine, read from vLLM's config and checked against each other.
+
+Every engine part asks here, so that the proposer, the speculator and the draft model see the same :class:`DraftConfig`, and a
+pair that does not fit is refused in one sentence before any weight is loaded.
+"""
+
+from typing import Any
+
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+from vllm_dflash.checkpoint import DraftConfig, TargetFacts, check_pair, check_width, parse_draft_config
+
+
+def target_facts(vllm_config: Any) -> TargetFacts:
+    """What the draft must agree with, from the target's ``ModelConfig``."""
+    model = vllm_config.model_config
+    return TargetFacts(
+        hidden_size=model.get_hidden_size(),
+        num_layers=model.get_total_num_hidden_layers(),
+        vocab_size=model.get_vocab_size(),
+    )
+
+
+def read_draft(model: str, revision: str | None, hf_config: Any) -> DraftConfig:
+    """The draft in folder or hub repository ``model``.
+
+    The checkpoint's own ``config.json`` comes first: what transformers makes of it has defaults filled in that the checkpoint
+    never stated, and fields dropped that its class does not expect (``sliding_window`` of a Qwen3 config).
+
+    Raises:
+        CheckpointError: a field is missing or wrong.
+    """
+    config = get_hf_file_to_dict("config.json", model, revision) if model else None
+    return parse_draft_config(config or hf_config.to_dict())
+
+
+def resolve_draft(vllm_config: Any) -> DraftConfig:
+    """The draft of ``vllm_config.speculative_config``, checked against its target and the wanted K.
+
+    Raises:
+        CheckpointError: the config cannot be read, or draft, target and ``num_speculative_tokens`` do not fit together.
+    """
+    speculative = vllm_config.speculative_config
+    model_config = speculative.draft_model_config
+    draft = read_draft(model_config.model, model_config.revision, model_config.hf_config)
+    check_pair(draft, target_facts(vllm_config))
+    check_width(draft, speculative.num_speculative_tokens)
+    return draft
