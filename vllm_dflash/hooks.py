@@ -34,6 +34,13 @@ DRAFT_CONFIG = Hook(
     why="K defaults to what the draft was trained for, and an unreadable draft config is refused before weights are loaded",
     until="vLLM reads the trained block length of DFlash drafts itself",
 )
+V2_CAPTURE = Hook(
+    path="vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils:set_eagle3_aux_hidden_state_layers",
+    moment="patch",
+    params=("model", "spec_config"),
+    why="Model Runner V2 refuses a target without an aux hidden state interface here, before the speculator meets the target",
+    until="vLLM captures aux hidden states of every target",
+)
 CPU_EXPAND = Hook(
     path="vllm.utils.cpu_triton_utils:_expand_kernel_impl",
     moment="patch",
@@ -61,7 +68,7 @@ WIDTH_ASKED = Hook(
     why="a K above the trained block is refused with the number that works, before weights are loaded",
     until="vLLM reads the trained block length of DFlash drafts itself",
 )
-SEAMS = (V2_FACTORY, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
+SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
 
 HOOKS: tuple[Hook, ...] = (
     *SEAMS,

@@ -64,6 +64,7 @@ def patches() -> tuple[Patch, ...]:
     """Everything that is replaced in vLLM; each entry's reason stands in its hook."""
     return (
         Patch(hooks.V2_FACTORY, _wrap_init_speculator, rebind=("vllm.v1.worker.gpu.model_runner",)),
+        Patch(hooks.V2_CAPTURE, _wrap_capture, rebind=("vllm.v1.worker.gpu.model_runner",)),
         Patch(hooks.V1_PROPOSER, _proposer_seam),
         Patch(hooks.DRAFT_CONFIG, _wrap_hf_config_override),
         Patch(hooks.WIDTH_ASKED, _wrap_post_init),
@@ -81,9 +82,26 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         _take_over("v2")
         from vllm_dflash.engine.speculator import DFlashSpeculator
 
-        return DFlashSpeculator(vllm_config, device)
+        return DFlashSpeculator(vllm_config, device, *args, **kwargs)
 
     return init_speculator
+
+
+def _wrap_capture(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give targets of our drafts the interface that vLLM is about to ask for, where they have none."""
+
+    @functools.wraps(original)
+    def set_layers(model: Any, spec_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.config import get_current_vllm_config
+
+        vllm_config = get_current_vllm_config()
+        if claims(vllm_config):
+            from vllm_dflash.engine.capture import ensure_capture
+
+            ensure_capture(model, vllm_config)
+        return original(model, spec_config, *args, **kwargs)
+
+    return set_layers
 
 
 def _proposer_seam(original: type) -> type:
