@@ -6,13 +6,14 @@ VENV   ?= .venv
 CACHE  ?= .cache
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-NEWER  := $(CACHE)/vllm-0.33
+NEWER  := $(CURDIR)/$(CACHE)/vllm-0.33
+WHEEL  := $(CACHE)/vllm-0.33.0-*.whl
 
 # CPU engines: one thread (vLLM's second one spins), a small KV cache, no look-ups on a hub.
 ENGINE := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 PYTEST := $(BIN)/python -m pytest -q
 # Triton's interpreter stands in for a GPU; a stub gives vLLM a Triton backend for CPUs. Decided at import: processes of their own.
-TRITON := TRITON_INTERPRET=1
+TRITON := TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/tests/shim
 
 # CPU torch: from a folder of wheels where pip knows one, else from PyTorch's CPU index.
 ifneq ($(PIP_FIND_LINKS),)
@@ -21,7 +22,10 @@ else
 TORCH_BACKEND := --torch-backend=cpu
 endif
 
-.PHONY: demo test install static unit kernels engine engine-newer clean
+# Parts of `make test`, two at a time: engines are single-threaded here.
+PARTS := static engine-v1 newer-v1 engine-v2 newer-v2 server unit reference kernels
+
+.PHONY: demo test install clean $(PARTS)
 
 demo: $(READY)
 	$(BIN)/vllm-dflash demo
@@ -34,7 +38,8 @@ $(READY): pyproject.toml
 	$(TORCH) $(BIN)/python -m uv pip install --quiet --compile-bytecode $(TORCH_BACKEND) -e '.[cpu]' --group dev
 	touch $@
 
-test: static unit kernels engine engine-newer
+test: $(READY) $(NEWER)/.complete
+	$(MAKE) --no-print-directory -k -j2 --output-sync=target $(PARTS)
 
 static: $(READY)
 	$(BIN)/ruff check .
@@ -42,23 +47,34 @@ static: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(ENGINE) $(PYTEST) tests/unit tests/reference
+	$(ENGINE) $(PYTEST) tests/unit
+
+reference: $(READY)
+	$(ENGINE) $(PYTEST) tests/reference
 
 kernels: $(READY)
-	$(ENGINE) $(TRITON) PYTHONPATH=tests/shim $(PYTEST) tests/kernels
+	$(ENGINE) $(TRITON) $(PYTEST) tests/kernels
 
-# vLLM 0.32 as installed: V1 runner (what CPU builds run), then Model Runner V2.
-engine: $(READY)
-	$(ENGINE) $(PYTEST) tests/engine/v1 tests/server
-	$(ENGINE) $(TRITON) PYTHONPATH=tests/shim $(PYTEST) tests/engine/v2 tests/compat
+# vLLM 0.32 as installed: the V1 runner (what CPU builds run), then Model Runner V2.
+engine-v1: $(READY)
+	$(ENGINE) $(PYTEST) tests/engine/v1
+
+engine-v2: $(READY)
+	$(ENGINE) $(TRITON) $(PYTEST) tests/engine/v2 tests/compat
+
+server: $(READY)
+	$(ENGINE) $(PYTEST) tests/server
 
 # vLLM 0.33: its Python files over the compiled operators of the CPU wheel.
-engine-newer: $(NEWER)/.complete
+newer-v1: $(NEWER)/.complete
 	$(ENGINE) PYTHONPATH=$(NEWER) $(PYTEST) tests/engine/v1
-	$(ENGINE) $(TRITON) PYTHONPATH=$(NEWER):tests/shim $(PYTEST) tests/engine/v2 tests/compat
+
+newer-v2: $(NEWER)/.complete
+	$(ENGINE) $(TRITON):$(NEWER) $(PYTEST) tests/engine/v2 tests/compat
 
 $(NEWER)/.complete: tests/overlay.py | $(READY)
-	$(BIN)/python tests/overlay.py 0.33.0 $(NEWER)
+	ls $(WHEEL) >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps --dest $(CACHE) vllm==0.33.0
+	$(BIN)/python tests/overlay.py $(WHEEL) $(NEWER)
 	touch $@
 
 clean:

@@ -2,6 +2,8 @@
 """README and docs say what is there: links lead somewhere, commands exist, versions are the supported ones."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,11 @@ def test_the_supported_versions_are_named():
     """Breaks when a vLLM is added to the code and not to README and changelog."""
     for name in ("README.md", "CHANGELOG.md"):
         assert ", ".join(SUPPORTED_VLLM) in (ROOT / name).read_text()
+
+
+def test_the_benchmark_page_is_what_the_results_say():
+    """Breaks when a figure is edited by hand, or a new result is committed without its page."""
+    assert subprocess.run([sys.executable, ROOT / "docs" / "make_benchmarks.py", "--check"]).returncode == 0
 
 
 def test_the_readme_fits_one_screen():

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/benchmarks.md from docs/results/*.json: python docs/make_benchmarks.py [--check].
+
+Every figure on that page comes from a committed result; ``--check`` fails when the page is not what the results say.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "benchmarks.md"
+
+Row = dict[str, Any]
+
+
+def result(name: str) -> tuple[Row, list[Row]]:
+    """Provenance and rows of ``results/name.json``; empty when it has not been measured."""
+    path = DOCS / "results" / f"{name}.json"
+    if not path.exists():
+        return {}, []
+    data = json.loads(path.read_text())
+    return data["provenance"], data["rows"]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, numbers to the right."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def source(name: str, provenance: Row) -> str:
+    """One line saying where the figures come from."""
+    versions = provenance.get("versions") or {k: provenance[k] for k in ("vllm", "torch", "triton") if k in provenance}
+    shown = ", ".join(f"{k} {v}" for k, v in versions.items())
+    where = provenance.get("gpu") or provenance.get("hardware", "")
+    return (
+        f"[results/{name}.json](results/{name}.json): {where}; {shown}; `{provenance['command']}`; commit "
+        f"{str(provenance['commit'])[:12]}, {provenance['date'][:10]}.\n"
+    )
+
+
+def by_arm(rows: list[Row], *keys: str) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows grouped by ``keys``, then by arm."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[key] for key in keys), {})[row["arm"]] = row
+    return cells
+
+
+def ratio(cell: dict[str, Row], field: str, arm: str, base: str) -> str:
+    """``arm`` over ``base``, or a dash where either was not measured."""
+    if field not in cell.get(arm, {}) or field not in cell.get(base, {}):
+        return "-"
+    return f"{cell[arm][field] / cell[base][field]:.2f}"
+
+
+def speculator() -> str:
+    """The draft step and the whole engine on the shape of an 8B model."""
+    provenance, rows = result("gpu_speculator")
+    if not rows:
+        return ""
+    head = [
+        "requests",
+        "none tok/s",
+        "built-in tok/s",
+        "ours tok/s",
+        "ours / none",
+        "ours / built-in",
+        "draft step ours / built-in",
+    ]
+    head += ["eager draft steps built-in", "ours"]
+    lines = []
+    for (concurrency,), cell in sorted(by_arm(rows, "concurrency").items()):
+        speeds = [f"{cell[arm]['tok_s']:,.0f}" if "tok_s" in cell.get(arm, {}) else "-" for arm in ("none", "builtin", "ours")]
+        eager = [str(cell.get(arm, {}).get("eager_steps", "-")) for arm in ("builtin", "ours")]
+        ratios = [ratio(cell, "tok_s", "ours", "none"), ratio(cell, "tok_s", "ours", "builtin")]
+        lines.append([str(concurrency), *speeds, *ratios, ratio(cell, "draft_ms", "ours", "builtin"), *eager])
+    text = "## One GPU, shape of an 8B model\n\n"
+    text += (
+        f"{provenance.get('model', '')}. Acceptance is synthetic: time is real, draft quality is not judged. Steady state.\n\n"
+    )
+    return text + table(head, lines) + "\n" + source("gpu_speculator", provenance)
+
+
+def demo_pair() -> str:
+    """Real acceptance on a GPU, small model."""
+    provenance, rows = result("gpu_demo_pair")
+    rows = [row for row in rows if "tok_s_wall" in row]
+    if not rows:
+        return ""
+    lines = []
+    for (concurrency,), cell in sorted(by_arm(rows, "concurrency").items()):
+        lengths = [f"{cell[arm]['acceptance_length']:.2f}" if arm in cell else "-" for arm in ("builtin", "ours")]
+        ratios = [ratio(cell, "tok_s_wall", a, b) for a, b in (("builtin", "none"), ("ours", "none"), ("ours", "builtin"))]
+        lines.append([str(concurrency), *ratios, *lengths])
+    head = ["requests", "built-in / none", "ours / none", "ours / built-in", "acceptance length built-in", "ours"]
+    text = f"## One GPU, the demo pair\n\n{provenance.get('model', '')}. Output tokens per second, prefill included.\n\n"
+    return text + table(head, lines) + "\n" + source("gpu_demo_pair", provenance)
+
+
+def cpu() -> str:
+    """The demo pair on a CPU."""
+    provenance, rows = result("cpu_speed")
+    if not rows:
+        return ""
+    lines = []
+    for (dtype, batch, k), cell in sorted(by_arm(rows, "dtype", "batch", "k").items()):
+        lengths = [f"{cell[arm]['acceptance_length']:.2f}" for arm in ("builtin", "ours")]
+        ratios = [ratio(cell, "tok_s", a, b) for a, b in (("builtin", "none"), ("ours", "none"), ("ours", "builtin"))]
+        lines.append([f"{dtype}, {batch} at a time, K = {k}", *ratios, *lengths])
+    head = ["", "built-in / none", "ours / none", "ours / built-in", "acceptance length built-in", "ours"]
+    return (
+        "## CPU, the demo pair\n\nTokens per second, arms taking turns.\n\n"
+        + table(head, lines)
+        + "\n"
+        + source("cpu_speed", provenance)
+    )
+
+
+def kernels() -> str:
+    """Kernels against plain torch and the copy ceiling of the device."""
+    provenance, rows = result("kernels")
+    if not rows:
+        return ""
+    lines = [
+        [f"{row['op']}: {row['case']}", row["arm"], f"{row['us']:.1f}", f"{100 * row['of_copy_ceiling']:.0f} %"]
+        for row in rows
+        if "us" in row
+    ]
+    return "## Kernels\n\n" + table(["", "what", "µs", "of copy bandwidth"], lines) + "\n" + source("kernels", provenance)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [speculator(), demo_pair(), cpu(), kernels()]
+    head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
+    return "\n".join([head, *filter(None, parts)])
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(
+            None
+            if PAGE.read_text() == page()
+            else "docs/benchmarks.md is not what docs/results says: run docs/make_benchmarks.py"
+        )
+    PAGE.write_text(page())
