@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every vLLM symbol that the plugin relies on: why, what is expected, and when the entry can go.
 
-The entries of :data:`SEAMS` are replaced (see :mod:`vllm_dflash.plugin`); the rest is only used. When an entry is checked:
-"load" in ``register()`` (light modules only), "patch" when its module has been imported and is patched, "v1" / "v2" when that
-runner builds a draft. ``vllm-dflash doctor`` checks all.
+The entries of :data:`SEAMS` and :data:`REPAIRS` are replaced (see :mod:`vllm_dflash.plugin`); the rest is only used. When an
+entry is checked: "load" in ``register()`` (light modules only), "patch" when its module has been imported and is patched,
+"v1" / "v2" when that runner builds a draft. ``vllm-dflash doctor`` checks all.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ DRAFT_CONFIG = Hook(
 )
 V2_CAPTURE = Hook(
     path="vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils:set_eagle3_aux_hidden_state_layers",
-    moment="patch",
+    moment="v2",
     params=("model", "spec_config"),
     why="Model Runner V2 refuses a target without an aux hidden state interface here, before the speculator meets the target",
     until="vLLM captures aux hidden states of every target",
@@ -68,10 +68,14 @@ WIDTH_ASKED = Hook(
     why="a K above the trained block is refused with the number that works, before weights are loaded",
     until="vLLM reads the trained block length of DFlash drafts itself",
 )
-SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
+SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED)
+REPAIRS = (CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
+"""Faults of vLLM's sampling on CPUs, mended there for every speculative method; other platforms are left alone."""
+
 
 HOOKS: tuple[Hook, ...] = (
     *SEAMS,
+    *REPAIRS,
     Hook(
         path="vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",
         moment="v2",

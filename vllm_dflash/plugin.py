@@ -56,18 +56,29 @@ def _register() -> None:
     if found:
         _report("; ".join(found))
         return
-    for patch in patches():
+    for patch in seams():
         patch.install(on_problem=_report)
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for patch in repairs():
+            patch.install(on_problem=_report_repair)
 
 
-def patches() -> tuple[Patch, ...]:
-    """Everything that is replaced in vLLM; each entry's reason stands in its hook."""
+def seams() -> tuple[Patch, ...]:
+    """What is replaced in vLLM to take over DFlash drafts; each entry's reason stands in its hook."""
     return (
         Patch(hooks.V2_FACTORY, _wrap_init_speculator, rebind=("vllm.v1.worker.gpu.model_runner",)),
         Patch(hooks.V2_CAPTURE, _wrap_capture, rebind=("vllm.v1.worker.gpu.model_runner",)),
         Patch(hooks.V1_PROPOSER, _proposer_seam),
         Patch(hooks.DRAFT_CONFIG, _wrap_hf_config_override),
         Patch(hooks.WIDTH_ASKED, _wrap_post_init),
+    )
+
+
+def repairs() -> tuple[Patch, ...]:
+    """Faults of vLLM's CPU sampling, mended for every speculative method."""
+    return (
         Patch(hooks.CPU_EXPAND, _repair_cpu_expand),
         Patch(hooks.CPU_TOP_K, _repair_cpu_top_k),
         Patch(hooks.CPU_SEEDS, _repair_cpu_seeds),
@@ -92,6 +103,8 @@ def _wrap_capture(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def set_layers(model: Any, spec_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if spec_config.method != "dflash":
+            return original(model, spec_config, *args, **kwargs)
         from vllm.config import get_current_vllm_config
 
         vllm_config = get_current_vllm_config()
@@ -191,6 +204,10 @@ def _take_over(runner: Literal["v1", "v2"]) -> None:
 
 def _report(difference: str) -> None:
     _logger().error(f"{_differs(difference)} vLLM's own DFlash stays in use.")
+
+
+def _report_repair(difference: str) -> None:
+    _logger().error(f"{_differs(difference)} Sampling with speculation on this CPU stays as vLLM has it; use temperature 0.")
 
 
 def _differs(difference: str) -> str:
