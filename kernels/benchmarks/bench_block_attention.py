@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of `block_attention` against torch's dense attention: Qwen3-8B's draft shape (Q = 16, 32 query heads, 8 KV heads of 128).
+
+Bytes are the keys and values that the rows see, queries and output; torch reads keys and values from a dense copy made
+beforehand, so its gather from pages is not counted against it. The floating-point work, 4 * Q * heads * keys * head_dim,
+is printed as a share of the case's name ("... MFLOP"), for the ratio to the device's peak.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout has the package beside this folder
+from dflash_kernels import block_attention as module
+from dflash_kernels.block_attention import AttentionWorkspace, block_attention
+from harness import Case, main
+
+NUM_QUERY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE = 16, 32, 8, 128, 16
+
+
+class _Inputs(NamedTuple):
+    args: tuple[torch.Tensor, ...]
+    name: str
+    num_bytes: int
+
+
+def _inputs(num_reqs: int, num_keys: int, window: int | None, dtype: torch.dtype, capacity: int) -> _Inputs:
+    """Scattered pages; the table is as wide as the engine's `max_model_len` would make it."""
+    device = torch.device("cuda")
+    per_req = -(-num_keys // KV_BLOCK_SIZE)
+    num_pages = 1 + num_reqs * per_req
+    keys, values = (
+        torch.randn(num_pages, KV_BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16).to(dtype) for _ in "kv"
+    )
+    q = torch.randn(num_reqs * NUM_QUERY, NUM_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    table = torch.zeros(num_reqs, -(-capacity // KV_BLOCK_SIZE), dtype=torch.int32, device=device)
+    table[:, :per_req] = 1 + torch.randperm(num_pages - 1, device=device).view(num_reqs, per_req)
+    lens = torch.full((num_reqs,), num_keys, dtype=torch.int32, device=device)
+    seen = num_keys if window is None else min(num_keys, window - 1 + NUM_QUERY)
+    num_bytes = num_reqs * seen * 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize + 2 * q.numel() * q.element_size()
+    megaflop = 4 * NUM_QUERY * NUM_HEADS * HEAD_DIM * seen * num_reqs / 1e6
+    name = f"reqs={num_reqs} keys={num_keys} window={window} {str(dtype).removeprefix('torch.')} {megaflop:.0f} MFLOP"
+    return _Inputs((q, keys, values, table, lens), name, num_bytes)
+
+
+def _kernel(inputs: _Inputs, window: int | None, capacity: int, arm: str = "kernel") -> Case:
+    q, keys = inputs.args[:2]
+    workspace = AttentionWorkspace(
+        max_num_reqs=q.shape[0] // NUM_QUERY, num_query_per_req=NUM_QUERY, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM, max_seq_len=capacity, device=q.device,
+    )  # fmt: skip
+    scales = {name: torch.ones(1, device=q.device) for name in ("k_scale", "v_scale")} if keys.dtype != q.dtype else {}
+    options: dict[str, Any] = {"num_query_per_req": NUM_QUERY, "scale": HEAD_DIM**-0.5, "workspace": workspace, "window": window}
+    run = functools.partial(block_attention, *inputs.args, **options, **scales, out=torch.empty_like(q))
+    return Case("block_attention", inputs.name, arm, run, inputs.num_bytes)
+
+
+def _cases(
+    num_reqs: int, num_keys: int, *, window: int | None = None, dtype: torch.dtype = torch.bfloat16, capacity: int = 40960
+) -> Iterator[Case]:
+    """Kernel and torch on the same lengths."""
+    inputs = _inputs(num_reqs, num_keys, window, dtype, capacity)
+    yield _kernel(inputs, window, capacity)
+    if window is not None or dtype != torch.bfloat16:
+        return
+    q, keys, values, table, _ = inputs.args
+    pages = table[:, : -(-num_keys // KV_BLOCK_SIZE)].long()
+    dense = [cache[pages].flatten(1, 2)[:, :num_keys].transpose(1, 2).contiguous() for cache in (keys, values)]
+    rows = q.view(num_reqs, NUM_QUERY, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+
+    def torch_dense() -> None:
+        torch.nn.functional.scaled_dot_product_attention(rows, *dense, enable_gqa=True)
+
+    yield Case("block_attention", inputs.name, "torch", torch_dense, inputs.num_bytes)
+
+
+class _Candidate(NamedTuple):
+    """Launch parameters: keys per tile, stages, programs per multiprocessor, least keys per split, merge tile."""
+
+    keys: int
+    stages: int
+    per_sm: int
+    min_keys: int
+    merge: tuple[int, int] = (8, 4)
+
+
+# The first is what was there before stages and splits were tuned; four warps and 64 packed rows throughout.
+_CANDIDATES = (
+    _Candidate(64, 2, 2, 128), _Candidate(64, 3, 2, 128), _Candidate(64, 5, 2, 64), _Candidate(32, 3, 4, 64),
+    _Candidate(32, 5, 3, 64), _Candidate(32, 5, 3, 128), _Candidate(32, 5, 3, 64, (4, 4)), _Candidate(32, 5, 3, 64, (8, 1)),
+)  # fmt: skip
+
+
+def sweep() -> Iterator[Case]:
+    """Every candidate on batches around the switch between split and unsplit."""
+    for num_reqs, num_keys in ((1, 1024), (8, 600), (8, 1024), (20, 1024), (33, 600), (128, 600)):
+        inputs = _inputs(num_reqs, num_keys, None, torch.bfloat16, 40960)
+        expected = _kernel(inputs, None, 40960).run()
+        for candidate in _CANDIDATES:
+            names = {"PROGRAMS_PER_SM": candidate.per_sm, "MIN_KEYS_PER_SPLIT": candidate.min_keys}
+            names |= dict(zip(("MERGE_SPLITS", "MERGE_HEADS"), candidate.merge, strict=True))
+            tile = module._Tile(rows=64, keys=candidate.keys, warps=4, stages=candidate.stages)
+            with mock.patch.multiple(module, **names, _tile=lambda *_, tile=tile: tile):
+                arm = "/".join(map(str, (*candidate[:4], *candidate.merge)))
+                case = _kernel(inputs, None, 40960, arm)
+                assert (case.run() - expected).abs().max() < 0.02, f"{arm} differs from the default"
+                yield case
+
+
+def cases() -> Iterator[Case]:
+    """Batches at 1k and 4k keys, long contexts for few requests, a window, an fp8 cache."""
+    for num_reqs in (1, 8, 32, 64, 128):
+        for num_keys in (1024, 4096):
+            yield from _cases(num_reqs, num_keys)
+    yield from _cases(1, 32768)
+    yield from _cases(4, 32768)
+    yield from _cases(8, 4096, window=1024)
+    for num_reqs in (1, 32):
+        yield from _cases(num_reqs, 4096, dtype=torch.float8_e4m3fn)
+
+
+if __name__ == "__main__":
+    main(cases, sweep)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy draft tokens straight from the LM head: the argmax is fused with the GEMM, logits never reach memory.
+
+A decode step samples at least 7 rows against 0.1 to 0.3 million vocabulary rows: up to some 64 rows the time is the reading
+of the weights once (1.245 GB for Qwen3-8B), and what the fused kernel saves is the logits (written, read, and under tensor
+parallelism gathered) with the argmax kernel. Above `FUSED_MAX_ROWS` rows the product leaves that bound and cuBLAS is faster: it
+writes the logits of a chunk of rows into scratch, and an argmax at the speed of memory reads them once.
+
+Soft-capping and a positive logit scale are monotone: they change no argmax and are ignored. Values are raw logits.
+
+CUDA graphs: scratch is allocated once in `HeadWorkspace`; all launch shapes follow from tensor shapes. The fused
+kernel has one variant per entry of `_FUSED_TILES`; a call with as many rows as each entry warms all of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .draft_head_kernel import _head_tiles_kernel, _logit_tiles_kernel, _pick_winner_kernel
+
+
+class _Tile(NamedTuple):
+    vocab: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# All the tuning there is: the winners of `kernels/benchmarks/bench_draft_head.py --sweep` on an H200 with Qwen3-8B's head
+# (V = 151,936, H = 4096, bf16). Microseconds; "torch" is the product with torch's argmax:
+#     rows       15    32    64    96   120   192   480   960   1920
+#     fused     284   294   306   391   395     -     -     -      -    (96 and 120: the best tile of 128 rows)
+#     matmul    309   314   321   333   350   447   991  1842   3697
+#     torch     315   323   337     -   375   465  1011  1956   3833
+FUSED_MAX_ROWS = 64
+VOCAB_TILE = 128  # every fused tile's: sizes the scratch
+# One or two programs per multiprocessor keep 64 KiB of weights and more in flight: 4.3 TB/s at 1 us of latency needs 32.
+_FUSED_TILES = (
+    _Tile(VOCAB_TILE, 16, 128, 4, 3),
+    _Tile(VOCAB_TILE, 32, 64, 4, 5),
+    _Tile(VOCAB_TILE, 64, 128, 8, 4),  # 306 us; 317 with depth 64
+)
+# 12, 39 and 74 us for 120, 480 and 960 rows, as 4096 with 4 warps; torch.argmax takes 32, 95 and 166.
+LOGIT_TILE, LOGIT_WARPS = 8192, 8
+# Chunks of 960 rows at this vocabulary: as fast per row as 1,920 within 2 %; 480 rows cost 7 % more.
+LOGIT_BYTES = 320 << 20
+_STRIDE = 64  # rows of logits start at multiples of this: cuBLAS and the argmax want 16-byte alignment
+_INTERPRETED = not isinstance(_head_tiles_kernel, triton.JITFunction)
+
+
+class Winner(NamedTuple):
+    """Winning token and its logit per sample row.
+
+    Attributes:
+        tokens: int64 `[m]`.
+        values: fp32 `[m]`.
+    """
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> "Winner":
+        """Unwritten outputs for `num_rows` rows."""
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+        return cls(tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
+
+
+class HeadWorkspace:
+    """Fixed-address scratch of `draft_head` and `draft_head_local`.
+
+    Args:
+        max_rows: largest m of any call, graph padding included.
+        vocab_rows: rows of the head's weight on this rank, V.
+        dtype: dtype of the hidden states (and of the logits).
+        device: where they live.
+        logit_bytes: most memory for logits, which calls of more than `FUSED_MAX_ROWS` rows write in chunks of rows.
+        fused_rows: largest m of the fused method; more than `FUSED_MAX_ROWS` only to measure it.
+    """
+
+    __slots__ = ("indices", "logits", "max_rows", "values", "vocab_rows")
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        logit_bytes: int = LOGIT_BYTES,
+        fused_rows: int = FUSED_MAX_ROWS,
+    ) -> None:
+        self.max_rows, self.vocab_rows = max_rows, vocab_rows
+        fused_pairs = min(max_rows, fused_rows) * triton.cdiv(vocab_rows, VOCAB_TILE)
+        pairs = max(fused_pairs, max_rows * triton.cdiv(vocab_rows, LOGIT_TILE))
+        self.values = torch.empty(pairs, dtype=torch.float32, device=device)
+        self.indices = torch.empty(pairs, dtype=torch.int32, device=device)
+        stride = _row_stride(vocab_rows)
+        rows = min(max_rows, logit_bytes // (stride * dtype.itemsize)) if max_rows > FUSED_MAX_ROWS else 0
+        self.logits = torch.empty(rows * stride, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory held."""
+        tensors = (self.values, self.indices, self.logits)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def draft_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    workspace: HeadWorkspace,
+    num_valid: int | None = None,
+    d2t: torch.Tensor | None = None,
+    method: str = "auto",
+    out: Winner | None = None,
+) -> Winner:
+    """Greedy token of each sample row: `argmax_v hidden @ weight[v]`, the lowest v on ties.
+
+    Args:
+        hidden: `[m, H]`, bf16 | fp16 | fp32, last stride 1.
+        weight: `[V, H]`, hidden's dtype, last stride 1; no bias.
+        workspace: scratch for at least m rows and V vocabulary rows.
+        num_valid: rows of `weight` from here on are padding and never win; None: all V are real.
+        d2t: int64 `[num_valid]`, offsets from a reduced draft vocabulary: `target = draft + d2t[draft]`.
+        method: "fused", "matmul" (cuBLAS and an argmax), or "auto": the faster one by `FUSED_MAX_ROWS`.
+        out: tensors to write; allocated where None.
+
+    Returns:
+        `Winner`: target tokens (draft tokens without d2t) and their raw logits. NaN logits count as -inf, so that a
+        token is always inside the vocabulary.
+
+    Raises:
+        ValueError: a shape, dtype or stride that the kernels do not take.
+    """
+    num_valid = weight.shape[0] if num_valid is None else num_valid
+    if num_valid < 1:
+        raise ValueError(f"num_valid must be at least 1; got {num_valid}. Only draft_head_local takes an empty shard.")
+    num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method)
+    return pick_winner(workspace.values, workspace.indices, num_tiles, hidden.shape[0], d2t=d2t, out=out)
+
+
+def draft_head_local(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    workspace: HeadWorkspace,
+    vocab_start: int = 0,
+    num_valid: int | None = None,
+    method: str = "auto",
+    out: Winner | None = None,
+) -> Winner:
+    """`draft_head` over one rank's shard of the vocabulary; ranks exchange two numbers per row instead of logits.
+
+    Args:
+        hidden: `[m, H]`, as in `draft_head`, the same on every rank.
+        weight: `[V / tp, H]`, this rank's rows of the head.
+        workspace: as in `draft_head`.
+        vocab_start: global index of the shard's first row.
+        num_valid: real rows of this shard; 0 where the shard is padding only.
+        method: as in `draft_head`.
+        out: tensors to write; allocated where None.
+
+    Returns:
+        `Winner` with global (draft) indices, for `combine_shards`. An empty shard returns -inf and `vocab_start`.
+
+    Raises:
+        ValueError: a shape, dtype or stride that the kernels do not take.
+    """
+    num_valid = weight.shape[0] if num_valid is None else num_valid
+    if num_valid == 0:
+        out = Winner.empty(hidden.shape[0], hidden.device) if out is None else out
+        out.tokens.fill_(vocab_start)
+        out.values.fill_(float("-inf"))
+        return out
+    num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method)
+    rows = hidden.shape[0]
+    return pick_winner(workspace.values, workspace.indices, num_tiles, rows, vocab_start=vocab_start, out=out)
+
+
+def combine_shards(
+    values: torch.Tensor, tokens: torch.Tensor, *, d2t: torch.Tensor | None = None, out: Winner | None = None
+) -> Winner:
+    """Winner over all ranks of what `draft_head_local` returned.
+
+    Args:
+        values: fp32 `[tp, m]`, contiguous.
+        tokens: int64 `[tp, m]`, contiguous, global indices.
+        d2t: as in `draft_head`, over the whole draft vocabulary.
+        out: tensors to write; allocated where None.
+
+    Returns:
+        `Winner`; the lowest token on ties.
+
+    Raises:
+        ValueError: shapes or dtypes differ from the above.
+    """
+    shapes_fit = values.ndim == 2 and values.shape == tokens.shape and values.is_contiguous() and tokens.is_contiguous()
+    if not shapes_fit or values.dtype != torch.float32 or tokens.dtype != torch.int64:
+        raise ValueError(
+            "combine_shards takes contiguous values fp32 [tp, m] and tokens int64 [tp, m]; got "
+            f"{values.dtype} {list(values.shape)} and {tokens.dtype} {list(tokens.shape)}."
+        )
+    return pick_winner(values, tokens, values.shape[0], values.shape[1], d2t=d2t, out=out)
+
+
+def pick_winner(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    num_tiles: int,
+    num_rows: int,
+    *,
+    vocab_start: int = 0,
+    d2t: torch.Tensor | None = None,
+    out: Winner | None = None,
+) -> Winner:
+    """Second stage: winner per row over `[num_tiles, num_rows]` pairs (values fp32, indices int32 | int64).
+
+    `vocab_start` is added to the winner, then `d2t` (int64 offsets) is applied. Lowest index on ties.
+    """
+    out = Winner.empty(num_rows, values.device) if out is None else out
+    if out.tokens.shape != (num_rows,) or out.values.shape != (num_rows,) or out.tokens.dtype != torch.int64:
+        raise ValueError(
+            f"out must be int64 tokens [{num_rows}] and fp32 values [{num_rows}]; got {out.tokens.dtype} "
+            f"{list(out.tokens.shape)} and {list(out.values.shape)}. Slice the buffers to the rows of this call."
+        )
+    if d2t is not None and d2t.dtype != torch.int64:
+        raise ValueError(f"d2t must hold int64 offsets; got {d2t.dtype}. Convert it once at load.")
+    if num_rows:
+        _pick_winner_kernel[(num_rows,)](
+            values,
+            indices,
+            d2t,
+            out.tokens,
+            out.values,
+            num_tiles,
+            num_rows,
+            vocab_start,
+            HAS_D2T=d2t is not None,
+            BLOCK_T=triton.next_power_of_2(num_tiles),
+        )
+    return out
+
+
+def _tile_winners(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int, method: str) -> int:
+    """First stage: fill the workspace with tile winners; returns the number of tiles."""
+    _check_head(hidden, weight, workspace, num_valid)
+    if method not in ("auto", "fused", "matmul"):
+        raise ValueError(f'method must be "auto", "fused" or "matmul"; got {method!r}.')
+    if method == "auto":
+        method = "fused" if hidden.shape[0] <= FUSED_MAX_ROWS else "matmul"
+    if hidden.shape[0] == 0:
+        return 1
+    return (_fused_tiles if method == "fused" else _matmul_tiles)(hidden, weight, workspace, num_valid)
+
+
+def _row_stride(vocab_rows: int) -> int:
+    """Elements from one row of logits to the next."""
+    return int(triton.cdiv(vocab_rows, _STRIDE)) * _STRIDE
+
+
+def _fused_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int) -> int:
+    num_rows, depth = hidden.shape
+    tile = next((tile for tile in _FUSED_TILES if num_rows <= tile.rows), _FUSED_TILES[-1])
+    num_tiles = int(triton.cdiv(num_valid, tile.vocab))
+    if num_rows * num_tiles > workspace.values.numel():
+        raise ValueError(
+            f"the fused method needs scratch for {num_rows} rows; this workspace has it for "
+            f'{workspace.values.numel() // num_tiles}. Raise fused_rows, or use method "auto".'
+        )
+    _head_tiles_kernel[(num_tiles * triton.cdiv(num_rows, tile.rows),)](
+        hidden,
+        weight,
+        workspace.values,
+        workspace.indices,
+        num_rows,
+        num_valid,
+        hidden.stride(0),
+        weight.stride(0),
+        HIDDEN=depth,
+        PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",  # concerns fp32 only
+        WIDEN=_INTERPRETED,
+        BLOCK_V=tile.vocab,
+        BLOCK_M=tile.rows,
+        BLOCK_K=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return num_tiles
+
+
+def _matmul_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int) -> int:
+    num_rows, vocab_rows = hidden.shape[0], weight.shape[0]
+    stride = _row_stride(vocab_rows)
+    most = workspace.logits.numel() // stride
+    if not most:
+        raise ValueError(
+            f"more than {FUSED_MAX_ROWS} rows need a workspace with logits; this one was made for max_rows = "
+            f"{workspace.max_rows} and holds none. Raise max_rows or logit_bytes."
+        )
+    size = int(triton.cdiv(num_rows, triton.cdiv(num_rows, most)))  # chunks of one size: no short last product
+    for start in range(0, num_rows, size):
+        part = hidden[start : start + size]
+        logits = workspace.logits[: part.shape[0] * stride].view(part.shape[0], stride)
+        torch.mm(part, weight.T, out=logits[:, :vocab_rows])
+        _logit_tiles(logits, workspace, num_rows, start, num_valid)
+    return int(triton.cdiv(num_valid, LOGIT_TILE))
+
+
+def _logit_tiles(logits: torch.Tensor, workspace: HeadWorkspace, num_rows: int, start: int, num_valid: int) -> None:
+    """Tile winners of `logits` [n, stride], which are the rows from `start` on of `num_rows`."""
+    _logit_tiles_kernel[(triton.cdiv(num_valid, LOGIT_TILE), logits.shape[0])](
+        logits,
+        workspace.values,
+        workspace.indices,
+        num_rows,
+        start,
+        num_valid,
+        logits.shape[1],
+        BLOCK_V=LOGIT_TILE,
+        num_warps=LOGIT_WARPS,
+    )
+
+
+def _check_head(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [m, H] and weight [V, H] with one H; got {list(hidden.shape)} and {list(weight.shape)}."
+        )
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"hidden and weight must share bf16, fp16 or fp32; got {hidden.dtype} and {weight.dtype}. "
+            "A quantised head goes through its own linear method and torch.argmax."
+        )
+    if hidden.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(
+            f"hidden and weight need last stride 1; got strides {hidden.stride()} and {weight.stride()}. "
+            "Call .contiguous() once at load for the weight."
+        )
+    if hidden.shape[0] > workspace.max_rows or weight.shape[0] > workspace.vocab_rows:
+        raise ValueError(
+            f"the workspace was made for {workspace.max_rows} rows and {workspace.vocab_rows} vocabulary rows; got "
+            f"{hidden.shape[0]} and {weight.shape[0]}. Make it for the largest padded batch and the rank's shard."
+        )
+    if not 0 < num_valid <= weight.shape[0]:
+        raise ValueError(f"num_valid must be between 1 and the {weight.shape[0]} rows of weight; got {num_valid}.")
