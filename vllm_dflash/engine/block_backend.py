@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention backend of our own for the draft: ``dflash_kernels.block_attention`` behind vLLM's backend interface.
+
+For machines without FlashAttention, and in place of backends that plan a non-causal batch on the host (FlashInfer, Flex), which
+no CUDA graph can replay. Cache layout, cache writes and metadata are those of vLLM's Triton backend: they need no CPU lengths
+and always support full graphs. Registered as ``CUSTOM``, the one member of vLLM's backend enum that every process can unpickle.
+"""
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl, TritonAttentionMetadata
+
+from dflash_kernels.block_attention import AttentionWorkspace, block_attention
+
+logger = init_logger("vllm.plugins.dflash")
+
+_HOST_PLANNED = ("FLASHINFER", "FLEX_ATTENTION")
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def choose_backend(chosen: AttentionBackendEnum | None) -> AttentionBackendEnum | None:
+    """Backend for a non-causal draft: the user's choice where a graph can replay it, None for vLLM's own selection.
+
+    Registers ours where it is needed.
+    """
+    if not current_platform.is_cuda():
+        return chosen
+    if chosen is None and get_flash_attn_version() is not None:
+        return None
+    if chosen is not None and chosen.name not in (*_HOST_PLANNED, "CUSTOM"):
+        return chosen
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden():
+        register_backend(custom, f"{__name__}.BlockAttentionBackend")
+    if chosen is not None and chosen.name in _HOST_PLANNED:
+        logger.info_once(
+            f"DFlash draft: attention backend {chosen.name} plans non-causal batches on the host; the block attention of "
+            "vllm-dflash takes its place, so that the draft step stays in CUDA graphs"
+        )
+    return custom
+
+
+class BlockAttentionBackend(TritonAttentionBackend):
+    """vLLM's Triton backend with another attention kernel."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The registered enum member."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["BlockAttentionImpl"]:
+        """Implementation of one layer."""
+        return BlockAttentionImpl
+
+
+class BlockAttentionImpl(TritonAttentionImpl):
+    """Attention of the query block; every request has the same number of rows."""
+
+    workspace: AttentionWorkspace | None = None
+    """Scratch shared by the draft's layers; set when they are bound to a KV cache."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,  # noqa: ARG002  # in the cache already
+        value: torch.Tensor,  # noqa: ARG002
+        kv_cache: torch.Tensor,
+        attn_metadata: TritonAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``query`` [n, heads, head size] over ``kv_cache`` [pages, kv heads, tokens, 2 * head size] into ``output`` like query.
+
+        Raises:
+            NotImplementedError: fused quantisation of the output was asked for.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("DFlash block attention does not quantise its output; turn off the attention fusion pass")
+        if attn_metadata is None:  # memory profiling
+            return output.fill_(0)
+        assert self.workspace is not None
+        rows = attn_metadata.num_actual_tokens
+        scales: dict[str, Any] = {}
+        cache: Any = kv_cache.transpose(1, 2)
+        if self.kv_cache_dtype in _FP8:
+            cache = cache.view(_FP8[self.kv_cache_dtype])
+            scales = {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}
+        k_cache, v_cache = cache.split(self.head_size, dim=-1)
+        block_attention(
+            query[:rows],
+            k_cache,
+            v_cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            workspace=self.workspace,
+            num_query_per_req=attn_metadata.max_query_len,
+            scale=self.scale,
+            causal=attn_metadata.causal,
+            window=self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else None,
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
+            out=output[:rows],
+            **scales,
+        )
+        return output
+
+
+def share_workspace(layers: list[Any], max_requests: int, num_query_per_req: int, max_seq_len: int, device: torch.device) -> int:
+    """Give all layers that run our kernel one scratch; returns its bytes, 0 where no layer does."""
+    impls = [layer.impl for layer in layers if isinstance(layer.impl, BlockAttentionImpl)]
+    if not impls:
+        return 0
+    first = impls[0]
+    workspace = AttentionWorkspace(
+        max_num_reqs=max_requests,
+        num_query_per_req=num_query_per_req,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_size,
+        max_seq_len=max_seq_len,
+        device=device,
+    )
+    for impl in impls:
+        impl.workspace = workspace
+    return workspace.nbytes

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the draft step, captured on a grid of *request counts* of their own.
+
+The draft step is always uniform: R requests of Q rows. So its graphs need no token sizes from the target: vLLM's
+``cudagraph_capture_sizes`` end at 512 tokens by default, which is 32 requests at K = 15, and the built-in drafts eagerly
+above that. Here every request count up to the engine's limit finds a graph.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+# (up to this many requests, in steps of). Draft GEMMs are bound by compute above some 12 requests, so padding costs what it adds:
+# nothing up to 40 requests, at most 6 % up to 512. An H200 captures about 80 graphs a second.
+_GRID = ((40, 1), (64, 2), (128, 4), (256, 8), (512, 16), (2048, 64))
+
+
+def request_grid(max_requests: int) -> tuple[int, ...]:
+    """Request counts to capture, ascending; the last is ``max_requests`` itself, so that dispatch never misses.
+
+    100 graphs for 512 requests. Graphs share one memory pool and the largest is captured first, so a further one
+    costs only its node list (1-2 MiB of driver memory).
+    """
+    if max_requests < 1:
+        raise ValueError(f"the draft step needs room for at least 1 request; got {max_requests}: raise max_num_batched_tokens")
+    grid: list[int] = []
+    for limit, step in _GRID:
+        start = grid[-1] + step if grid else step
+        grid += range(start, min(limit, max_requests) + 1, step)
+    last = _GRID[-1][0]
+    grid += range(last + 256, max_requests + 1, 256) if max_requests > last else ()
+    if grid[-1] != max_requests:
+        grid.append(max_requests)
+    return tuple(grid)
+
+
+@dataclasses.dataclass(slots=True)
+class StepCounters:
+    """How draft steps ran since the graphs were captured; dummy and profile runs are not counted."""
+
+    graph: int = 0
+    """Whole draft step replayed."""
+    eager: int = 0
+    """Whole draft step launched kernel by kernel."""
+    context_only: int = 0
+    """No drafts were wanted (K = 0): context KV stored, no query pass."""
+    eager_context_rows: int = 0
+    """Context rows of prefills that lie behind the rows of the graph and were stored eagerly before it."""
+
+
+class DraftGraphManager(CudaGraphManager):
+    """One FULL graph per entry of a request grid; nothing is captured for an empty grid.
+
+    A plain attribute of the speculator: vLLM's memory profiling finds it by type, drops it, and has it made again.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, num_query_per_req: int, grid: tuple[int, ...]) -> None:
+        self.grid = grid
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if grid else CUDAGraphMode.NONE
+        super().__init__(vllm_config, device, mode, decode_query_len=num_query_per_req)
+
+    def _init_candidates(self) -> None:
+        """Fill the tables of ``dispatch``: each token count up to the largest graph maps to the smallest graph that holds it."""
+        if not self.grid:
+            return
+        width = self.decode_query_len
+        descs = [
+            BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL, num_tokens=requests * width, num_reqs=requests, uniform_token_count=width
+            )
+            for requests in self.grid
+        ]
+        # Largest first: the smaller graphs then fit into the pool that exists already.
+        self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
+        first = 0
+        for desc in descs:
+            for num_tokens in range(first, desc.num_tokens + 1):
+                self._candidates[(num_tokens, 0)] = [desc]
+            first = desc.num_tokens + 1
+
+    def capture_steps(self, prepare: Callable[[int], Callable[[], None]]) -> None:
+        """Capture every entry of the grid, or refuse to start.
+
+        ``prepare(num_requests)`` sets the inputs outside the graph and returns the draft step to record. vLLM calls it once
+        for a warm-up and once for the capture.
+
+        Raises:
+            RuntimeError: a graph of the grid is missing afterwards, so a decode step would leave the graphs.
+        """
+
+        def create_forward(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:  # noqa: ARG001  # vLLM's protocol
+            assert desc.num_reqs is not None
+            step = prepare(desc.num_reqs)
+            return lambda _mode: step()
+
+        self.capture(create_forward, "Capturing DFlash draft CUDA graphs")
+        captured = {desc.num_reqs for desc in self.graphs}
+        missing = sorted(set(self.grid) - captured)
+        if missing:
+            raise RuntimeError(
+                f"DFlash draft graphs for {missing} requests were not captured, {len(captured)} of {len(self.grid)} were; "
+                "the draft would leave its CUDA graphs while serving. Use enforce_eager=True to run without graphs."
+            )

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speculator before and between steps: construction, loading, binding to a KV cache, graphs, the start-up line.
+
+The runner's order: construct (no target yet), ``load_model``, a profile run without KV cache, then ``set_attn`` and
+``init_cudagraph_manager``, possibly twice (graph memory profiling replaces the KV cache and drops the graphs), ``capture``.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig, replace
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.utils import AttentionGroup
+
+from dflash_kernels.draft_head import FUSED_MAX_ROWS
+from vllm_dflash.engine import compat
+from vllm_dflash.engine.block_backend import share_workspace
+from vllm_dflash.engine.buffers import MIB, DraftBuffers, DraftShape
+from vllm_dflash.engine.capture import announce_layers
+from vllm_dflash.engine.draft_backend import DraftAttention, release_target_groups, separate_by_causality
+from vllm_dflash.engine.draft_pass import DraftPass
+from vllm_dflash.engine.fused_context import FusedContext, fuse_context
+from vllm_dflash.engine.fused_head import FusedHead, fuse_head
+from vllm_dflash.engine.graphs import DraftGraphManager, StepCounters, request_grid
+from vllm_dflash.engine.loading import draft_layer_config, load_draft
+from vllm_dflash.engine.pair import resolve_draft
+
+logger = init_logger("vllm.plugins.dflash")
+
+# Sample rows picked at once where whole logits are materialised: bounds them (311 MB at 151,936 tokens in bf16). The head is
+# bound by compute from about 184 rows on, so reading its weights once per chunk costs nothing.
+_SAMPLE_CHUNK = 1024
+PROBABILISTIC = "probabilistic"
+
+
+class DraftLifecycle(DraftModelSpeculator):
+    """A DFlash draft, ready to step. Abstract: ``propose`` is in ``speculator.py``.
+
+    Args:
+        vllm_config: the engine's configuration; draft and target are checked against each other here.
+        device: where all buffers live.
+        req_states: the runner's request states. Given, the probabilistic logit cache is sized by the requests that can be
+            active instead of ``max_num_seqs``.
+
+    Raises:
+        CheckpointError: the draft cannot be read, or does not fit the target or ``num_speculative_tokens``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any = None) -> None:
+        self.draft = resolve_draft(vllm_config)
+        announce_layers(vllm_config.speculative_config, self.draft)
+        vllm_config = _without_context_parallel(vllm_config)
+        super().__init__(_without_logit_cache(vllm_config), device)
+        self.vllm_config = vllm_config
+        self.speculative_config = vllm_config.speculative_config
+        num_drafts = self.num_speculative_steps
+        self.num_query_per_req = num_drafts if self.draft.sample_from_anchor else num_drafts + 1
+        shape = DraftShape(
+            max_requests=compat.max_active_requests(vllm_config),
+            num_query_per_req=self.num_query_per_req,
+            num_speculative_tokens=num_drafts,
+            max_num_tokens=self.max_num_tokens,
+            aux_width=self.draft.target_hidden_size * len(set(self.draft.target_layer_ids)),
+            mask_token_id=self.draft.mask_token_id,
+            sample_from_anchor=self.draft.sample_from_anchor,
+        )
+        self.buffers = DraftBuffers(shape, self.dtype, device)
+        self.draft_tokens = self.buffers.draft_tokens
+        if self.speculative_config.draft_sample_method == PROBABILISTIC:
+            self.draft_logits = self._allocate_draft_logits(req_states)
+        self.attn_groups: list[list[AttentionGroup]] = []
+        self.attention: DraftAttention | None = None
+        self.graphs: DraftGraphManager | None = None
+        self.counters = StepCounters()
+        self._start_line = ""
+
+    def _allocate_draft_logits(self, req_states: Any) -> torch.Tensor:
+        """Pre-temperature logits of the last proposal, [request states, K, vocabulary], read by the next verification."""
+        rows = compat.compact_request_states(self.vllm_config, req_states)
+        dtype, fill = self.draft_logits_spec(self.vllm_config)
+        return torch.full((rows, self.num_speculative_steps, self.vocab_size), fill, dtype=dtype, device=self.device)
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:  # noqa: ARG002  # base signature
+        """The draft network, with embedding and head shared with the target where the checkpoint has none."""
+        return load_draft(target_model, self.vllm_config, self.draft)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the draft network behind the loaded target."""
+        super().load_model(target_model)
+        self.supports_mm_inputs = False  # the query block is token ids only
+        # The acceptance estimator reads whole logits, a random draw needs them; only argmax can do without.
+        self._needs_logits = self.draft_logits is not None or self.acceptance_estimator is not None
+        num_rows = self.draft_tokens.numel()
+        self._fused_head: FusedHead | str = "logits are needed"
+        self._top_tokens = None
+        if not self._needs_logits:
+            self._fused_head = fuse_head(self.model, max(num_rows, FUSED_MAX_ROWS))
+            self._top_tokens = self.model.get_top_tokens if isinstance(self._fused_head, str) else self._fused_head
+        # The fused head bounds its logits itself; samplers that watermark look at whole requests.
+        whole = isinstance(self._fused_head, FusedHead) or self.draft_watermarker is not None
+        chunk = num_rows if whole else _SAMPLE_CHUNK
+        anchors_too = 0 if self._needs_logits else FUSED_MAX_ROWS
+        self.draft_pass = DraftPass(self.model, self.buffers, self.vllm_config, self._pick, chunk, anchors_too)
+
+    @property
+    def attn_vllm_config(self) -> VllmConfig:
+        """Configuration for the draft's metadata builders: its own causality and KV-cache dtype, not the target's."""
+        return draft_layer_config(self.vllm_config, self.draft)
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        target_input_buffers: InputBuffers,
+        target_attn_groups: list[list[AttentionGroup]],
+    ) -> None:
+        """Bind to a KV cache. Called for memory profiling and again for serving, with other block tables."""
+        super().set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
+        names = self.model.get_draft_kv_cache_layer_names()
+        causal = dict(zip(names, self.model.get_draft_attn_causal(), strict=True))
+        self.attn_groups = separate_by_causality(self.attn_groups, causal, self.attn_vllm_config, self.device)
+        group_ids = [gid for gid, groups in enumerate(self.attn_groups) if groups]
+        self.buffers.bind(block_tables, group_ids, self.max_model_len)
+        self.attention = DraftAttention(
+            self.attn_groups, names, causal, self.buffers, block_tables, self.vllm_config, self.device
+        )
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._attention_bytes = share_workspace(
+            [layers[name] for name in names],
+            self.buffers.shape.max_requests,
+            self.num_query_per_req,
+            self.max_model_len,
+            self.device,
+        )
+        self.draft_pass.attention = self.attention
+        self._caches_bound = False
+        self.draft_pass.fused_context = None
+        if not kv_cache_config.needs_kv_cache_zeroing:  # the zeroer of new blocks walks the runner's groups
+            release_target_groups(target_attn_groups, self.draft_attn_layer_names)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Choose the request counts to capture. Any graph mode of the target will do; only NONE means eager."""
+        support = self.attn_cg_support.min_cg_support
+        wanted = cudagraph_mode != CUDAGraphMode.NONE
+        possible = support.value >= AttentionCGSupport.UNIFORM_BATCH.value
+        if wanted and not possible:
+            logger.warning(
+                "The DFlash draft runs without CUDA graphs: its attention backend %s supports only %s. Set "
+                '"attention_backend": "FLASH_ATTN" or "TRITON_ATTN" in the speculative config.',
+                self.attn_cg_support.min_cg_attn_backend,
+                support.name,
+            )
+        shape = self.buffers.shape
+        limit = min(shape.max_requests, max(1, shape.max_num_tokens // shape.num_query_per_req))
+        grid = request_grid(limit) if wanted and possible else ()
+        self.graphs = DraftGraphManager(self.vllm_config, self.device, self.num_query_per_req, grid)
+        self._announce()
+
+    def capture(self) -> None:
+        """Capture the draft step for the whole grid; block tables are dummies and every slot is padding."""
+        assert self.graphs is not None
+        if not self._caches_bound:
+            self._bind_caches()
+        self.graphs.capture_steps(self._prepare_capture)
+        self.buffers.query.reset()
+        self.counters = StepCounters()  # vLLM's kernel warm-up runs steps before there are graphs
+
+    def _bind_caches(self) -> None:
+        """Once per KV cache, which the runner allocates after ``set_attn``: describe it to the fused context writer."""
+        assert self.attention is not None
+        self._caches_bound = True
+        fused = fuse_context(self.model, self.attention.layer_rows)
+        if isinstance(fused, FusedContext):
+            self.draft_pass.fused_context = fused
+        logger.info_once(
+            f"DFlash draft: context KV {f'written layer by layer ({fused})' if isinstance(fused, str) else 'in one kernel'}, "
+            f"head {f'through whole logits ({self._fused_head})' if isinstance(self._fused_head, str) else 'fused with argmax'}"
+        )
+
+    def _prepare_capture(self, num_reqs: int) -> Any:
+        """Inputs outside the graph for ``num_reqs`` requests; returns the step to record."""
+        assert self.attention is not None
+        self.block_tables.get_dummy_block_tables(num_reqs)
+        self.buffers.prepare_capture(num_reqs)
+        bound = torch.full((num_reqs,), self.max_model_len, dtype=torch.int32)
+        metadata = self.attention.build(num_reqs, self.max_model_len, bound, capture=True)
+        # The builder may have changed lengths while it built (vLLM's Triton backend sets them to 1).
+        self.buffers.prepare_capture(num_reqs)
+        rows = self.buffers.shape.graph_context_rows(num_reqs)
+        draft_pass = self.draft_pass
+        num_tokens = num_reqs * self.num_query_per_req
+        across_dp = torch.full((self.dp_size,), num_tokens, dtype=torch.int32) if self.dp_size > 1 else None
+        return lambda: draft_pass.run(num_reqs, rows, metadata, across_dp, refresh=True)
+
+    def _announce(self) -> None:
+        """One start-up line with everything that decides speed or acceptance."""
+        assert self.attention is not None
+        assert self.graphs is not None
+        causal = self.model.get_draft_attn_causal()
+        cache = 0 if self.draft_logits is None else self.draft_logits.nbytes
+        head = 0 if isinstance(self._fused_head, str) else self._fused_head.workspace.nbytes
+        grid = self.graphs.grid
+        line = (
+            f"DFlash draft: {type(self.model).__name__}, {self.draft.num_layers} layers, {self.dtype}, K="
+            f"{self.num_speculative_steps} of block {self.draft.draft_block_size}, attention "
+            f"{'/'.join(self.attention.backend_names)}, {causal.count(False)} of {len(causal)} layers non-causal, "
+            f"{len(self.attention.group_ids)} KV group(s), metadata "
+            f"{'in the graph' if self.attention.refreshes_in_graph else 'built every step'}, "
+            f"{f'{len(grid)} CUDA graphs for 1 to {grid[-1]} requests' if grid else 'no CUDA graphs'}, buffers "
+            f"{(self.buffers.num_bytes + self._attention_bytes + head) / MIB:.1f} MiB, draft logits {cache / MIB:.1f} MiB"
+        )
+        if line != self._start_line:  # profiling comes here first
+            logger.info(line)
+        self._start_line = line
+
+    def _pick(self, hidden_states: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Drafts int64 [m] from hidden states [m, H] of the sample rows ``rows``."""
+        if self._top_tokens is not None:
+            tokens: torch.Tensor = self._top_tokens(hidden_states)
+            return tokens
+        query = self.buffers.query
+        sampled: torch.Tensor = self.sample_draft(
+            hidden_states,
+            query.sample_positions[rows],
+            query.sample_req_state[rows],
+            self.temperature,
+            self.seeds,
+            self.buffers.sample_steps[rows],
+            self.draft_logits,
+            **compat.sample_draft_extra(self.num_speculative_steps),
+        )
+        return sampled
+
+
+def _without_context_parallel(vllm_config: VllmConfig) -> VllmConfig:
+    """The draft runs whole requests on every rank, over a replicated cache (only MLA caches can be sharded)."""
+    config = copy.copy(vllm_config)
+    parallel = vllm_config.parallel_config
+    sharded = vllm_config.speculative_config.draft_model_config.use_mla
+    config.parallel_config = replace(
+        parallel,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=parallel.decode_context_parallel_size if sharded else 1,
+    )
+    return config
+
+
+def _without_logit_cache(vllm_config: VllmConfig) -> VllmConfig:
+    """Keeps the base class from allocating the logit cache for ``max_num_seqs`` (4.7 GB at defaults); ours is smaller."""
+    config = copy.copy(vllm_config)
+    config.speculative_config = copy.copy(vllm_config.speculative_config)
+    config.speculative_config.draft_sample_method = "greedy"
+    return config

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading the draft network beside its target: configuration of the draft's layers, weights, shared embedding and head."""
+
+import copy
+
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig, replace
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
+
+from vllm_dflash.draft_config import DraftConfig
+from vllm_dflash.engine.block_backend import choose_backend
+from vllm_dflash.engine.capture import shared_vocabulary
+
+
+def draft_layer_config(vllm_config: VllmConfig, draft: DraftConfig) -> VllmConfig:
+    """What the draft's attention layers are built with: its own causality, backend and KV-cache dtype, not the target's."""
+    speculative = vllm_config.speculative_config
+    config = copy.copy(vllm_config)
+    non_causal = not all(layer.causal for layer in draft.layers)
+    backend = choose_backend(speculative.attention_backend) if non_causal else speculative.attention_backend
+    config.attention_config = replace(vllm_config.attention_config, use_non_causal=non_causal, backend=backend)
+    if speculative.kv_cache_dtype is not None:
+        config.cache_config = replace(vllm_config.cache_config, cache_dtype=speculative.kv_cache_dtype)
+    config.load_config = get_pp_safe_draft_load_config(get_draft_load_config(vllm_config))
+    return config
+
+
+def load_draft(target: nn.Module, vllm_config: VllmConfig, draft: DraftConfig) -> nn.Module:
+    """Build and load the draft network; embedding and head come from ``target`` where the checkpoint ships none.
+
+    Raises:
+        ValueError: the checkpoint does not fit its config, or this rank has no embedding or head to share.
+    """
+    with set_model_tag("dflash_draft"):  # its own compile cache: the target's would clash with equal shapes
+        model: nn.Module = get_model(
+            vllm_config=draft_layer_config(vllm_config, draft), model_config=vllm_config.speculative_config.draft_model_config
+        )
+    model.share(*shared_vocabulary(target))  # type: ignore[operator]  # our DFlashDraftModel, found through vLLM's registry
+    return model
