@@ -70,7 +70,9 @@ class ContextKV(nn.Module):
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [n, H] (output of ``fc``) -> [n, L * 2 * nkv * hd]: layer-major, K then V inside a layer."""
-        normed = self._norm[0](states)
+        normed = torch.empty_like(states)
+        norm = self._norm[0]  # the module's own form is seven kernels on a GPU, 20 us at batch 1
+        ops.rms_norm(normed, states.contiguous(), norm.weight, norm.variance_epsilon)
         if self.projection is not None:
             fused: torch.Tensor = self.projection(normed)
             return fused

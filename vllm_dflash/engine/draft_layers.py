@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dflash.draft_config import DraftConfig
+from vllm_dflash.engine.query_rows import fuse_query_rows, query_rows
 
 
 class DraftNorm(RMSNorm):
@@ -103,10 +104,14 @@ class DraftAttention(nn.Module):
             prefix=f"model.layers.{cache_index}.self_attn.attn",
             **extra,
         )
+        self.fused_query_rows = fuse_query_rows(self, vllm_config)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """``hidden_states`` [n, H] at ``positions`` [n] -> [n, H]."""
         qkv, _ = self.qkv_proj(hidden_states)
+        if self.fused_query_rows:
+            fused: torch.Tensor = self.o_proj(self.attn(query_rows(self, qkv, positions), None, None))[0]
+            return fused
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).flatten(-2)
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
