@@ -12,6 +12,7 @@ From a bare checkout: `python kernels/benchmarks/run_all.py OUT.json` for all, o
 import argparse
 import datetime as dt
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "command": " ".join(Path(arg).name if i == 0 else arg for i, arg in enumerate(sys.argv)),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": os.environ.get("DFLASH_COMMIT") or git.stdout.strip() or "unknown",  # set where there is no history
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
     }
 

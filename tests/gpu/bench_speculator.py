@@ -309,7 +309,8 @@ def run_arm(arm, options):
     return rows
 
 
-def provenance():
+def provenance(model):
+    """Versions, device, command, commit; ``model`` says what ran. The commit is DFLASH_COMMIT where there is no history."""
     import torch
     import triton
     import vllm
@@ -321,19 +322,18 @@ def provenance():
         "triton": triton.__version__,
         "gpu": torch.cuda.get_device_name(),
         "command": "python " + " ".join([str(Path(sys.argv[0]).name), *sys.argv[1:]]),
-        "commit": commit or "unknown",
+        "commit": os.environ.get("DFLASH_COMMIT") or commit or "unknown",
         "date": dt.datetime.now(tz=dt.timezone.utc).isoformat(timespec="seconds"),
-        "model": f"Qwen3-8B shape, {TARGET_LAYERS} layers, dummy weights, bf16; draft {DRAFT_LAYERS} layers, K = {K}; "
-        f"{PROMPT} prompt + {OUTPUT} output tokens; synthetic acceptance 0.861^k",
+        "model": model,
     }
 
 
-def save(path, rows):
+def save(path, rows, provenance):
     """Merge ``rows`` into the file: an arm that ran again replaces its earlier rows."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {(r["arm"], r["concurrency"]) for r in rows}
     kept = [r for r in old if (r["arm"], r["concurrency"]) not in done]
-    path.write_text(json.dumps({"provenance": provenance(), "rows": kept + rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"provenance": provenance, "rows": kept + rows}, indent=1) + "\n")
 
 
 def main():
@@ -347,7 +347,11 @@ def main():
     parser.add_argument("--target-layers", type=int, default=TARGET_LAYERS, help="fewer layers for a quick look")
     options = parser.parse_args()
     if options.arm != "all":
-        save(options.out, run_arm(options.arm, options))
+        model = (
+            f"Qwen3-8B shape, {options.target_layers} layers, dummy weights, bf16; draft {DRAFT_LAYERS} layers, K = {K}; "
+            f"{PROMPT} prompt + {OUTPUT} output tokens; synthetic acceptance 0.861^k"
+        )
+        save(options.out, run_arm(options.arm, options), provenance(model))
         return
     for arm in ARMS:  # a process each: engines leave memory behind, and the plugin decides at start-up
         command = [sys.executable, __file__, "--arm", arm, "--out", str(options.out), "--repeats", str(options.repeats)]
