@@ -15,13 +15,15 @@ zlab       top level                      ``dflash_config``, 0-based       full 
 speculators ``transformer_layer_config``  ``aux_hidden_state_layer_ids``,  ``sliding_window_non_causal``
                                           already one higher
 ========== ============================== ================================ =====================================
+
+``target_hidden_size`` is ``hidden_size`` in both unless stated.
 """
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_dflash.config_reader import CheckpointError, Reader
 from vllm_dflash.draft_config import (
@@ -49,10 +51,13 @@ __all__ = [
     "spread_layer_ids",
 ]
 
+Number = TypeVar("Number", int, float)
 DEFAULT_BLOCK = {"speculators": 8, "zlab": 16}
 SLIDING = "sliding_attention"
 MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 VL_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+ROPE_ALIASES = {"su": "longrope", "mrope": "default"}  # an old name; and one without meaning where positions have one dimension
+SCALED_ROPES = ("yarn", "llama3", "longrope")  # stretched from a trained length
 
 
 def read_draft_config(folder: str | Path) -> DraftConfig:
@@ -97,7 +102,7 @@ def parse_draft_config(config: Mapping[str, Any]) -> DraftConfig:
         num_heads=num_heads,
         num_kv_heads=read.positive_int("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
-        rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
+        rms_norm_eps=_noted(read, "rms_norm_eps", read.optional_number("rms_norm_eps"), 1e-6),
         hidden_act=read.text("hidden_act", default="silu"),
         attention_bias=read.boolean("attention_bias", default=False),
         vocab_size=vocab_size,
@@ -109,11 +114,12 @@ def parse_draft_config(config: Mapping[str, Any]) -> DraftConfig:
         sample_from_anchor=sample_from_anchor,
         mask_token_id=_mask_token_id(read),
         rope=_rope(read, head_dim),
-        max_position_embeddings=read.positive_int("max_position_embeddings", default=32768),
+        max_position_embeddings=_noted(read, "max_position_embeddings", read.optional_int("max_position_embeddings"), 32768),
         layers=_layers(read, num_layers),
         value_scale=read.optional_number("attention_value_scale"),
         attention_sinks=read.boolean("attention_sink_bias", "add_swa_attention_sink_bias", default=False),
         logit_scale=read.number("logit_scale", default=1.0),
+        embedding_scale=read.optional_number("input_embedding_scale", "noise_embedding_scale", "embedding_scale"),
         notes=tuple(read.notes),
     )
     check_itself(draft)
@@ -125,6 +131,13 @@ def spread_layer_ids(num_ids: int, num_target_layers: int) -> tuple[int, ...]:
     if num_ids == 1:
         return (1,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_ids - 1)) for i in range(num_ids))
+
+
+def _noted(read: Reader, name: str, found: Number | None, default: Number) -> Number:
+    if found is None:
+        read.note(f"{name} missing: assumed {default}")
+        return default
+    return found
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -192,28 +205,64 @@ def _target_layer_ids(read: Reader, num_layers: int) -> tuple[int, ...]:
 
 
 def _rope(read: Reader, head_dim: int) -> RopeConfig:
-    parameters = {**(read.mapping("rope_scaling") or {}), **(read.mapping("rope_parameters") or {})}
+    parameters = _rope_parameters(read)
     theta = parameters.get("rope_theta", read.optional_number("rope_theta"))
     if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not 0 < theta < math.inf:
         raise CheckpointError(
             f"rope_theta: found {theta!r}; expected a positive number (top level, rope_parameters or rope_scaling). Add the "
             "theta that the draft was trained with."
         )
-    rope_type = parameters.pop("type", None) if parameters.get("rope_type") is None else parameters["rope_type"]
+    old_name = parameters.pop("type", None)
+    rope_type = old_name if parameters.get("rope_type") is None else parameters["rope_type"]
     if not isinstance(rope_type, (str, type(None))):
         raise CheckpointError(f"rope_type: found {rope_type!r}; expected text such as 'default' or 'yarn'. Fix the draft config.")
-    parameters["rope_type"] = rope_type or "default"
+    parameters["rope_type"] = ROPE_ALIASES.get(rope_type or "default", rope_type or "default")
     parameters["rope_theta"] = float(theta)
     for key in VL_ROPE_KEYS:  # copied from a vision-language target; draft positions have one dimension
         if parameters.pop(key, None) is not None:
             read.note(f"{key} ignored: the draft's positions have one dimension")
+    if parameters["rope_type"] in SCALED_ROPES:
+        parameters["original_max_position_embeddings"] = _trained_length(read, parameters)
     _partial_rotary(read, parameters, head_dim)
     interleaved = read.boolean("rope_interleaved", "rope_interleave", default=False)
     return RopeConfig(float(theta), read.boolean("is_neox_style", default=not interleaved), parameters)
 
 
+def _rope_parameters(read: Reader) -> dict[str, Any]:
+    """Both spellings merged; entries per layer type are one only where all of the draft's layers share it."""
+    merged = {**(read.mapping("rope_scaling") or {}), **(read.mapping("rope_parameters") or {})}
+    types = read.text_list("layer_types") or ()
+    nested = {key: merged.pop(key) for key in tuple(merged) if key in types or key.endswith("_attention")}
+    used = [key for key in nested if key in types] or list(nested)
+    if not used:
+        return merged
+    if not isinstance(nested[used[0]], Mapping) or any(nested[key] != nested[used[0]] for key in used):
+        raise CheckpointError(
+            f"rope_parameters: found other values per layer type ({', '.join(used)}); expected one rotary embedding for all "
+            "draft layers. Give the draft's own rope_parameters without layer types."
+        )
+    return {**merged, **nested[used[0]]}
+
+
+def _trained_length(read: Reader, parameters: Mapping[str, Any]) -> int:
+    """``original_max_position_embeddings``, with transformers' precedence: top level, rope parameters, the maximum."""
+    name = "original_max_position_embeddings"
+    found = read.optional_int(name) or parameters.get(name)
+    if found is None:
+        found = read.optional_int("max_position_embeddings")
+        read.note(f"{name} missing: assumed max_position_embeddings = {found}")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise CheckpointError(
+            f"{name}: found {found!r}; expected a positive integer, which rope type {parameters['rope_type']!r} is scaled from. "
+            "Add it to the draft's rope_parameters."
+        )
+    return found
+
+
 def _partial_rotary(read: Reader, parameters: dict[str, Any], head_dim: int) -> None:
     """Honour partial rotation only where the *draft* states it: converters copy the target's factor (speculators#613)."""
+    if parameters.pop("rope_dim", None) is not None:
+        read.note("rope_dim in the rope parameters ignored: drafts rotate whole heads unless dflash_config.rope_dim is set")
     copied = parameters.pop("partial_rotary_factor", read.optional_number("partial_rotary_factor", nested=False))
     stamped = read.dflash_value("partial_rotary_factor")
     rope_dim = read.dflash_value("rope_dim")

@@ -42,7 +42,10 @@ class TargetFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """A draft, whatever its dialect. ``target_layer_ids`` are 0-based layer *outputs* in the order of ``fc``'s input blocks."""
+    """A draft, whatever its dialect. ``target_layer_ids`` are 0-based layer *outputs* in the order of ``fc``'s input blocks.
+
+    ``embedding_scale`` multiplies the embeddings of the query rows; None leaves it to the module that they come from.
+    """
 
     dialect: str
     architecture: str
@@ -69,6 +72,7 @@ class DraftConfig:
     value_scale: float | None
     attention_sinks: bool
     logit_scale: float
+    embedding_scale: float | None
     notes: tuple[str, ...]
 
     @property

@@ -4,12 +4,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
 
 import torch
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
-Layout = Literal["NHD", "HND"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +49,8 @@ class LayerCaches:
         k_caches: Sequence[torch.Tensor],
         v_caches: Sequence[torch.Tensor],
         layer_groups: Sequence[int],
-        layout: Layout = "NHD",
     ) -> "LayerCaches":
-        """Describe caches given as [pages, kv_block_size, heads, hd] ("NHD") or [pages, heads, kv_block_size, hd] ("HND").
+        """Describe caches given as views [pages, kv_block_size, heads, hd]: transpose those with heads before tokens.
 
         Synchronises once; never call it in a step.
 
@@ -65,9 +62,6 @@ class LayerCaches:
                 f"one K cache, V cache and group per layer is needed; got {len(k_caches)}, {len(v_caches)} and "
                 f"{len(layer_groups)}"
             )
-        if layout == "HND":
-            k_caches = [cache.transpose(1, 2) for cache in k_caches]
-            v_caches = [cache.transpose(1, 2) for cache in v_caches]
         rows = []
         for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
             _check_layer(layer, k_cache, v_cache, k_caches[0])

@@ -53,10 +53,9 @@ def _group_slots(layout_ptr, group, request, state, num_blocks_ptr, num_blocks_s
 
 @triton.jit
 def _write_query_rows(  # type: ignore[no-untyped-def]  # Triton pointers have no Python type
-    out_ids, out_positions, out_slots, slots_stride, out_rows, out_sample_positions, out_states,
+    out_ids, out_positions, out_slots, slots_stride, out_sample_positions, out_states,
     layout_ptr, num_blocks_ptr, num_blocks_stride, request, state, live, anchor, first, mask_token_id, max_model_len,
-    NUM_GROUPS: tl.constexpr, NUM_QUERY: tl.constexpr, NUM_SPEC: tl.constexpr, SAMPLE_OFFSET: tl.constexpr,
-    BLOCK_QUERY: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_QUERY: tl.constexpr, NUM_SPEC: tl.constexpr, BLOCK_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Query rows and sample rows of one request whose anchor sits at position `first`; inert ones when not `live`."""
     offset = tl.arange(0, BLOCK_QUERY)
@@ -75,8 +74,6 @@ def _write_query_rows(  # type: ignore[no-untyped-def]  # Triton pointers have n
         tl.store(out_slots + group * slots_stride + row, slots, mask=inside)
     sampled = offset < NUM_SPEC
     sample = request.to(tl.int64) * NUM_SPEC + offset
-    # Padding points at row 0, which every replay computes.
-    tl.store(out_rows + sample, tl.where(alive, row + SAMPLE_OFFSET, 0), mask=sampled)
     tl.store(out_sample_positions + sample, tl.where(alive, position, 0), mask=sampled)
     tl.store(out_states + sample, tl.where(alive, tl.zeros_like(row) + state, -1), mask=sampled)
 
@@ -109,12 +106,12 @@ _STEP_TENSORS = [
 
 @triton.jit(do_not_specialize=_RUNTIME_INTS, do_not_specialize_on_alignment=_STEP_TENSORS)
 def _query_block_kernel(  # type: ignore[no-untyped-def]  # Triton pointers have no Python type
-    out_ids, out_positions, out_slots, slots_stride, out_starts, out_seq_lens, out_rows, out_sample_positions,
+    out_ids, out_positions, out_slots, slots_stride, out_starts, out_seq_lens, out_sample_positions,
     out_states, out_context_positions, out_context_slots, context_slots_stride,
     layout_ptr, starts_ptr, positions_ptr, mapping_ptr, num_sampled_ptr, num_rejected_ptr, last_sampled_ptr,
     prefill_ptr, num_blocks_ptr, num_blocks_stride, num_reqs, num_context_rows, mask_token_id, max_model_len,
     DRAFT_MID_PREFILL: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_QUERY: tl.constexpr, NUM_SPEC: tl.constexpr,
-    SAMPLE_OFFSET: tl.constexpr, BLOCK_QUERY: tl.constexpr, BLOCK_CONTEXT: tl.constexpr,
+    BLOCK_QUERY: tl.constexpr, BLOCK_CONTEXT: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, splits). Split 0 of a request writes its query block; all splits share context rows and padding."""
     request = tl.program_id(0)
@@ -140,9 +137,9 @@ def _query_block_kernel(  # type: ignore[no-untyped-def]  # Triton pointers have
         anchor = tl.where(num_sampled > 0, sampled, prompt)
         first = tl.load(positions_ptr + committed_end - 1, mask=live, other=-1) + 1
         _write_query_rows(
-            out_ids, out_positions, out_slots, slots_stride, out_rows, out_sample_positions, out_states,
+            out_ids, out_positions, out_slots, slots_stride, out_sample_positions, out_states,
             layout_ptr, num_blocks_ptr, num_blocks_stride, request, safe_state, live, anchor, first, mask_token_id,
-            max_model_len, NUM_GROUPS, NUM_QUERY, NUM_SPEC, SAMPLE_OFFSET, BLOCK_QUERY,
+            max_model_len, NUM_GROUPS, NUM_QUERY, NUM_SPEC, BLOCK_QUERY,
         )  # fmt: skip
         length = tl.where(live, tl.minimum(first + NUM_QUERY, max_model_len), 0)
         tl.store(out_seq_lens + request, length.to(tl.int32))
@@ -179,10 +176,10 @@ def _check(out: QueryBlockBuffers, spec: QueryBlockSpec, num_groups: int, num_re
             f"{padded}: allocate QueryBlockBuffers for the largest request count after graph padding"
         )
     num_rows, num_samples = padded * spec.num_query_per_req, padded * spec.num_speculative_tokens
-    if num_rows > out.input_ids.shape[0] or num_samples > out.sample_rows.shape[0]:
+    if num_rows > out.input_ids.shape[0] or num_samples > out.sample_positions.shape[0]:
         raise ValueError(
             f"{padded} requests need {num_rows} query rows and {num_samples} drafts; the buffers have "
-            f"{out.input_ids.shape[0]} and {out.sample_rows.shape[0]}: allocate them for the largest num_query_per_req"
+            f"{out.input_ids.shape[0]} and {out.sample_positions.shape[0]}: allocate them for the largest num_query_per_req"
         )
     if rows > out.context_positions.shape[0]:
         raise ValueError(f"num_context_rows {rows} exceeds the buffers' {out.context_positions.shape[0]} context rows")
@@ -210,7 +207,7 @@ def query_block(
     * query row j: id `last_sampled` (mid-prefill: the next prompt token) for j = 0, else `mask_token_id`; position
       min(p + 1 + j, max_model_len - 1); slot of the unclamped position, PAD_SLOT from max_model_len on;
     * `seq_lens` min(p + 1 + Q, max_model_len); `query_start_loc[i]` = min(i, B) * Q for i = 0..R;
-    * sample row k: hidden-state row r * Q + sample_offset + k, position (before the sampled token) p + 1 + k.
+    * sample row k, read from hidden-state row r * Q + sample_offset + k: position (before the sampled token) p + 1 + k.
 
     Every other request is padding. Context rows keep the target step's numbering: committed rows of requests with a
     state get position and slots (mid-prefill ones always); rejected rows and rows from the real token count, which is
@@ -229,12 +226,12 @@ def query_block(
     num_blocks = step.num_blocks
     _query_block_kernel[(num_reqs_padded, splits)](
         out.input_ids, out.positions, out.slots, out.slots.stride(0), out.query_start_loc, out.seq_lens,
-        out.sample_rows, out.sample_positions, out.sample_req_state,
+        out.sample_positions, out.sample_req_state,
         out.context_positions, out.context_slots, out.context_slots.stride(0),
         tables.layout, step.query_start_loc, step.positions, step.idx_mapping, step.num_sampled, step.num_rejected,
         step.last_sampled, step.next_prefill_tokens, num_blocks, 0 if num_blocks is None else num_blocks.stride(0),
         num_reqs, num_context_rows, spec.mask_token_id, spec.max_model_len,
         DRAFT_MID_PREFILL=spec.draft_mid_prefill, NUM_GROUPS=len(tables.tables), NUM_QUERY=spec.num_query_per_req,
-        NUM_SPEC=spec.num_speculative_tokens, SAMPLE_OFFSET=spec.sample_offset,
+        NUM_SPEC=spec.num_speculative_tokens,
         BLOCK_QUERY=triton.next_power_of_2(spec.num_query_per_req), BLOCK_CONTEXT=_BLOCK_CONTEXT, num_warps=_NUM_WARPS,
     )  # fmt: skip

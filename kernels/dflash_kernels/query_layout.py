@@ -133,7 +133,6 @@ class QueryBlockBuffers:
         slots: int64 [G, max_num_reqs * Q], PAD_SLOT where nothing may be stored.
         query_start_loc: int32 [max_num_reqs + 1].
         seq_lens: int32 [max_num_reqs], keys that the query rows of a request may see.
-        sample_rows: int64 [max_num_reqs * K], row of the draft's hidden states.
         sample_positions: int64 [max_num_reqs * K], position *before* the sampled token (the key of a random draw).
         sample_req_state: int64 [max_num_reqs * K], request-state index, -1 = inert.
         context_positions: int64 [max_num_context_rows].
@@ -145,7 +144,6 @@ class QueryBlockBuffers:
     slots: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    sample_rows: torch.Tensor
     sample_positions: torch.Tensor
     sample_req_state: torch.Tensor
     context_positions: torch.Tensor
@@ -174,7 +172,6 @@ class QueryBlockBuffers:
             slots=zeros(num_groups, num_rows),
             query_start_loc=zeros(max_num_reqs + 1, dtype=torch.int32),
             seq_lens=zeros(max_num_reqs, dtype=torch.int32),
-            sample_rows=zeros(num_samples),
             sample_positions=zeros(num_samples),
             sample_req_state=zeros(num_samples),
             context_positions=zeros(max_num_context_rows),
@@ -185,7 +182,7 @@ class QueryBlockBuffers:
 
     def reset(self) -> None:
         """Bring every row back to the padded state, e.g. before capture, so that a capture run stores nothing."""
-        for zeroed in (self.input_ids, self.positions, self.query_start_loc, self.seq_lens, self.sample_rows):
+        for zeroed in (self.input_ids, self.positions, self.query_start_loc, self.seq_lens):
             zeroed.zero_()
         self.sample_positions.zero_()
         self.context_positions.zero_()

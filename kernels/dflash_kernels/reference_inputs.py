@@ -51,7 +51,6 @@ def _query_rows(
             )
     for k in range(spec.num_speculative_tokens):
         sample = request * spec.num_speculative_tokens + k
-        out.sample_rows[sample] = request * spec.num_query_per_req + spec.sample_offset + k if block else 0
         out.sample_positions[sample] = block[2] + k if block else 0
         out.sample_req_state[sample] = block[0] if block else -1
     out.seq_lens[request] = min(block[2] + spec.num_query_per_req, spec.max_model_len) if block else 0

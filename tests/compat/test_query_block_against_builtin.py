@@ -71,7 +71,6 @@ def run_builtin(batch, table, kv_block_size, device):
         "slots": slots[: MAX_NUM_REQS * Q],
         "query_start_loc": buffers.query_start_loc,
         "seq_lens": buffers.seq_lens,
-        "sample_rows": rows,
         # The built-in keeps the position of the sampled token and subtracts 1 later; padding stays 0.
         "sample_positions": torch.where(states >= 0, sample_positions - 1, 0),
         "sample_req_state": states,
@@ -103,7 +102,6 @@ def run_ours(batch, table, kv_block_size, device):
         "slots": out.slots[0],
         "query_start_loc": out.query_start_loc,
         "seq_lens": out.seq_lens,
-        "sample_rows": out.sample_rows,
         "sample_positions": out.sample_positions,
         "sample_req_state": out.sample_req_state,
         "context_positions": out.context_positions[:num_tokens],

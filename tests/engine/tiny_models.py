@@ -6,6 +6,7 @@ a test that compares draft tokens sees a part that is wrong.
 """
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,29 @@ from safetensors.torch import save_file
 
 VOCAB = 160
 MASK = 5
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 30.0,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+}
+"""Config of the families that scale their embeddings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +80,7 @@ def write_target(folder: Path, target: Target, seed: int = 0) -> Path:
     """Write config.json and model.safetensors; return ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [{"qwen3": "Qwen3ForCausalLM", "stablelm": "StableLmForCausalLM"}[target.model_type]],
+        "architectures": [ARCHITECTURES[target.model_type]],
         "model_type": target.model_type,
         "hidden_size": target.hidden,
         "intermediate_size": target.mlp,
@@ -74,15 +98,23 @@ def write_target(folder: Path, target: Target, seed: int = 0) -> Path:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "torch_dtype": "float32",
-    }
+    } | SPECIAL.get(target.model_type, {})
+    if target.model_type == "gemma2":
+        config |= {"layer_types": ["full_attention"] * target.layers, "query_pre_attn_scalar": target.head_dim}
     _write_json(folder, config)
     draw = _Draw(seed)
     tensors = {"model.embed_tokens.weight": draw(target.vocab, target.hidden, scale=1.0)}
     for i in range(target.layers):
         tensors |= _layer(draw, f"model.layers.{i}", target.hidden, target.mlp, target.heads, target.kv_heads, target.head_dim)
     tensors |= {"model.norm.weight": draw.norm(target.hidden), "lm_head.weight": draw(target.vocab, target.hidden)}
-    if target.model_type == "stablelm":
+    if target.model_type != "qwen3":
         tensors = {name: t for name, t in tensors.items() if "q_norm" not in name and "k_norm" not in name}
+    if target.model_type == "gemma2":
+        del tensors["lm_head.weight"]
+        for i, name in itertools.product(range(target.layers), ("pre_feedforward_layernorm", "post_feedforward_layernorm")):
+            tensors[f"model.layers.{i}.{name}.weight"] = draw.norm(target.hidden)
+        tensors = {name: t - 1 if "norm" in name else t for name, t in tensors.items()}  # Gemma adds the 1
+    if target.model_type == "stablelm":
         norms = [name for name in tensors if "norm.weight" in name]
         tensors |= {name.replace("weight", "bias"): 0.1 * torch.ones_like(tensors[name]) for name in norms}
     save_file(tensors, folder / "model.safetensors")

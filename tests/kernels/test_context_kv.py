@@ -36,9 +36,10 @@ def make_caches(layer_groups, kv_block_sizes, num_heads, head_dim, dtype, device
         }[kind]
         generator = torch.Generator().manual_seed(layer)
         cache = torch.randn(shape, generator=generator).to(dtype).to(device)
-        keys.append(cache.select(axis, 0))
-        values.append(cache.select(axis, 1))
-    return LayerCaches.build(keys, values, layer_groups, "HND" if kind in ("HND", "packed") else "NHD")
+        for views, part in ((keys, 0), (values, 1)):
+            view = cache.select(axis, part)
+            views.append(view.transpose(1, 2) if kind in ("HND", "packed") else view)
+    return LayerCaches.build(keys, values, layer_groups)
 
 
 def copy_of(caches, dtype=None, device="cpu"):

@@ -65,6 +65,8 @@ CASES = {
     "kv heads default to heads": (zlab("num_key_value_heads"), {"num_kv_heads": 32}),
     "no draft vocabulary": (ZLAB, {"draft_vocab_size": 151936}),
     "reduced draft vocabulary": (zlab(draft_vocab_size=32000), {"draft_vocab_size": 32000, "vocab_size": 151936}),
+    "embedding scale of its own": (zlab(dflash_config__input_embedding_scale=12), {"embedding_scale": 12.0}),
+    "embedding scale left to the target": (ZLAB, {"embedding_scale": None}),
     "extras of MiMo": (
         zlab(attention_value_scale=0.5, attention_sink_bias=True),
         {"value_scale": 0.5, "attention_sinks": True},
@@ -154,6 +156,63 @@ ROPE_CASES = {
         True,
         {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
     ),
+    "rope_dim copied into the rope parameters is dropped": (
+        zlab(rope_scaling={"rope_type": "default", "rope_dim": 64}),
+        1e6,
+        True,
+        {"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "mrope without its section": (
+        zlab(rope_scaling={"type": "mrope"}),
+        1e6,
+        True,
+        {"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "an old name of longrope": (
+        zlab(rope_scaling={"type": "su", "long_factor": [2.0], "short_factor": [1.0], "original_max_position_embeddings": 4096}),
+        1e6,
+        True,
+        {
+            "rope_type": "longrope",
+            "long_factor": [2.0],
+            "short_factor": [1.0],
+            "rope_theta": 1e6,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "both spellings of the type": (
+        zlab(rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}),
+        1e6,
+        True,
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+    ),
+    **{
+        f"{kind} from the maximum length": (
+            zlab(rope_scaling={"rope_type": kind, "factor": 4.0}),
+            1e6,
+            True,
+            {"rope_type": kind, "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 40960},
+        )
+        for kind in ("yarn", "llama3", "longrope")
+    },
+    "trained length at the top level wins": (
+        zlab("rope_theta", rope_parameters=YARN, original_max_position_embeddings=8192),
+        5e4,
+        True,
+        YARN | {"original_max_position_embeddings": 8192},
+    ),
+    "equal ropes per layer type": (
+        zlab("rope_theta", rope_parameters={"full_attention": YARN, "sliding_attention": YARN}),
+        5e4,
+        True,
+        YARN,
+    ),
+    "the rope of the only layer type": (
+        zlab("rope_theta", rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}),
+        5e4,
+        True,
+        YARN,
+    ),
     "interleaved only when said": (zlab(rope_interleaved=True), 1e6, False, {"rope_type": "default", "rope_theta": 1e6}),
 }
 
@@ -173,6 +232,13 @@ def test_rope_is_the_drafts_own(name):
         (zlab("dflash_config__target_layer_ids"), "target_layer_ids missing"),
         (zlab(partial_rotary_factor=0.25), "partial_rotary_factor 0.25 ignored"),
         (zlab("head_dim", num_attention_heads=20, num_key_value_heads=4), "head_dim missing"),
+        (zlab(rope_scaling={"rope_type": "default", "rope_dim": 64}), "rope_dim in the rope parameters ignored"),
+        (
+            zlab(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            "original_max_position_embeddings missing: assumed max_position_embeddings = 40960",
+        ),
+        (zlab("rms_norm_eps"), "rms_norm_eps missing: assumed 1e-06"),
+        (zlab("max_position_embeddings"), "max_position_embeddings missing: assumed 32768"),
     ],
 )
 def test_an_assumption_is_noted(config, note):

@@ -55,6 +55,27 @@ BAD_CONFIGS = {
     "theta not finite, nested": (zlab(rope_parameters={"rope_theta": float("inf")}), "rope_theta: found inf"),
     "rope type as a number": (zlab(rope_scaling={"rope_type": 3}), "rope_type: found 3; expected text"),
     "rotating more than the head": (zlab(dflash_config__rope_dim=256), "partial_rotary_factor: found 2.0"),
+    "ropes per layer type": (
+        zlab(
+            layer_types=["sliding_attention"] * 4 + ["full_attention"],
+            sliding_window=64,
+            rope_parameters={"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+        ),
+        "rope_parameters: found other values per layer type (full_attention, sliding_attention)",
+    ),
+    "no rope for the layer type": (
+        zlab(rope_parameters={"full_attention": None}),
+        "rope_parameters: found other values per layer type (full_attention)",
+    ),
+    "yarn without any length": (
+        zlab("max_position_embeddings", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "original_max_position_embeddings: found None; expected a positive integer",
+    ),
+    "yarn's length as text": (
+        zlab(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "4k"}),
+        "original_max_position_embeddings: found '4k'",
+    ),
+    "embedding scale as text": (zlab(dflash_config__input_embedding_scale="8"), "input_embedding_scale: found '8'"),
     "rope not an object": (zlab(rope_scaling=[1]), "rope_scaling: found [1]; expected an object"),
     "dflash_config not an object": (zlab(dflash_config=7), "dflash_config: found 7; expected an object"),
     "layer types too few": (zlab(layer_types=["full_attention"]), "layer_types: 1 entries for num_hidden_layers = 5"),
@@ -169,7 +190,9 @@ def test_whatever_the_config_holds_the_answer_is_a_draft_or_a_sentence(base, cha
 
 
 ROPES = st.dictionaries(
-    st.sampled_from(["rope_type", "type", "rope_theta", "factor", "mrope_section", "partial_rotary_factor"]), JSON, max_size=4
+    st.sampled_from(["rope_type", "type", "rope_theta", "factor", "mrope_section", "partial_rotary_factor", "full_attention"]),
+    JSON,
+    max_size=4,
 )
 
 

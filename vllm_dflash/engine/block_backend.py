@@ -6,14 +6,17 @@ no CUDA graph can replay. Cache layout, cache writes and metadata are those of v
 and always support full graphs. Registered as ``CUSTOM``, the one member of vLLM's backend enum that every process can unpickle.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from vllm.config.cache import CacheDType
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl, TritonAttentionMetadata
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from dflash_kernels.block_attention import AttentionWorkspace, block_attention
 
@@ -23,30 +26,69 @@ _HOST_PLANNED = ("FLASHINFER", "FLEX_ATTENTION")
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def choose_backend(chosen: AttentionBackendEnum | None) -> AttentionBackendEnum | None:
+def choose_backend(
+    chosen: AttentionBackendEnum | None, needs: AttentionSelectorConfig, num_heads: int
+) -> AttentionBackendEnum | None:
     """Backend for a non-causal draft: the user's choice where a graph can replay it, None for vLLM's own selection.
 
     Registers ours where it is needed.
+
+    Args:
+        chosen: ``attention_backend`` of the speculative config.
+        needs: what the draft's layers ask of a backend; vLLM's own rules are applied to it.
+        num_heads: query heads on this rank.
+
+    Raises:
+        ValueError: ours is needed, but another plugin has taken the name CUSTOM.
     """
     if not current_platform.is_cuda():
         return chosen
-    if chosen is None and get_flash_attn_version() is not None:
-        return None
     if chosen is not None and chosen.name not in (*_HOST_PLANNED, "CUSTOM"):
         return chosen
-    custom = AttentionBackendEnum.CUSTOM
-    if not custom.is_overridden():
-        register_backend(custom, f"{__name__}.BlockAttentionBackend")
-    if chosen is not None and chosen.name in _HOST_PLANNED:
+    if chosen is None:
+        reason = _why_not_flash_attention(needs, num_heads)
+        if reason is None:
+            return None
+    else:
+        reason = f"attention backend {chosen.name} plans non-causal batches on the host"
+    if chosen is None or chosen.name in _HOST_PLANNED:
         logger.info_once(
-            f"DFlash draft: attention backend {chosen.name} plans non-causal batches on the host; the block attention of "
-            "vllm-dflash takes its place, so that the draft step stays in CUDA graphs"
+            f"DFlash draft: {reason}; the block attention of vllm-dflash takes its place, so that the draft step stays in CUDA "
+            "graphs"
+        )
+    return _register_ours()
+
+
+def _why_not_flash_attention(needs: AttentionSelectorConfig, num_heads: int) -> str | None:
+    """None where vLLM itself would give layers with these needs FlashAttention."""
+    if get_flash_attn_version() is None:
+        return "there is no FlashAttention on this machine"
+    try:
+        found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, needs, num_heads)).get_name()
+    except ValueError:  # no backend of vLLM's fits; ours goes through the same checks when it is built
+        return "no attention backend of vLLM fits its layers"
+    return (
+        None if found == AttentionBackendEnum.FLASH_ATTN.name else f"FlashAttention does not fit its layers, and {found} is next"
+    )
+
+
+def _register_ours() -> AttentionBackendEnum:
+    custom = AttentionBackendEnum.CUSTOM
+    ours = f"{__name__}.BlockAttentionBackend"
+    if not custom.is_overridden():
+        register_backend(custom, ours)
+    if custom.get_path() != ours:
+        raise ValueError(
+            f"attention_backend: the DFlash draft needs {ours} under the name CUSTOM, which {custom.get_path()} has taken. Set "
+            '"attention_backend": "TRITON_ATTN" in the speculative config, or remove the other plugin.'
         )
     return custom
 
 
 class BlockAttentionBackend(TritonAttentionBackend):
-    """vLLM's Triton backend with another attention kernel."""
+    """vLLM's Triton backend with another attention kernel, which reads no scales per token."""
+
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
     @staticmethod
     def get_name() -> str:

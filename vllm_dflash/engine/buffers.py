@@ -102,6 +102,7 @@ class DraftBuffers:
             shape.mask_token_id,
             max_model_len,
             sample_from_anchor=shape.sample_from_anchor,
+            draft_mid_prefill=False,  # the scheduler drops such drafts, and each would read the whole prompt so far
         )
 
     def fill(self, batch: InputBatch, step: TargetStep, num_reqs: int, num_reqs_padded: int) -> None:

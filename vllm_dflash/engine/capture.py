@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_dflash.draft_config import DraftConfig
@@ -136,16 +134,3 @@ def text_model(target: Any) -> nn.Module:
     """The language model inside a multimodal target; the target itself otherwise."""
     inner: nn.Module = target.get_language_model() if hasattr(target, "get_language_model") else target
     return inner
-
-
-def shared_vocabulary(target: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The target's input embedding and LM head (without LoRA wrappers); None where this rank has none."""
-    language_model = text_model(target)
-    modules = list(language_model.modules())
-    embedding = next((m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)), None)
-    head = getattr(language_model, "lm_head", None) or getattr(target, "lm_head", None)
-    if isinstance(head, BaseLayerWithLoRA):
-        head = head.base_layer
-    if head is None:
-        head = next((m for m in modules if isinstance(m, ParallelLMHead)), None)
-    return embedding, head if isinstance(head, VocabParallelEmbedding) else None

@@ -19,22 +19,30 @@ def sample_draft_extra(num_speculative_tokens: int) -> dict[str, Any]:
     return {"num_steps": num_speculative_tokens} if "num_steps" in parameters else {}
 
 
-def max_active_requests(vllm_config: VllmConfig) -> int:
-    """Most requests in one step. 0.33 lets the scheduler run fewer than ``max_num_seqs`` (``max_num_active_seqs``)."""
+def max_step_requests(vllm_config: VllmConfig, num_query_per_req: int) -> int:
+    """Most requests in one step that the runner can make, of the scheduler or of its own (profiling, kernel warm-up).
+
+    0.33 bounds the scheduler's by ``max_num_active_seqs``, never above ``max_num_batched_tokens // (K + 1)`` for DFlash. Its
+    profile and warm-up runs do not know that bound: they fill ``max_num_batched_tokens`` with ``num_query_per_req`` rows each.
+    """
     scheduler = vllm_config.scheduler_config
     limit: int = scheduler.max_num_seqs
-    return min(limit, getattr(scheduler, "max_num_active_seqs", None) or limit)
+    active: int | None = getattr(scheduler, "max_num_active_seqs", None)
+    if active is None:
+        return limit
+    own: int = scheduler.max_num_batched_tokens // num_query_per_req
+    return min(limit, max(active, own))
 
 
-def compact_request_states(vllm_config: VllmConfig, req_states: Any) -> int:
-    """Rows that tensors indexed by request state need; makes low states the first to be handed out.
+def compact_request_states(vllm_config: VllmConfig, req_states: Any, max_requests: int) -> int:
+    """Rows that tensors indexed by request state need, with ``max_requests`` at a time; has low states handed out first.
 
     The runner pops states from the end of a free list that starts as ``0 .. max_num_seqs - 1``. With the order reversed while
     nothing is taken, at most as many states are ever touched as requests are active, counted from 0.
     """
     total: int = vllm_config.scheduler_config.max_num_seqs
     free = getattr(req_states, "free_indices", None)
-    if getattr(vllm_config.scheduler_config, "max_num_active_seqs", None) is None or free != list(range(total)):
+    if max_requests >= total or free != list(range(total)):
         return total
     free.reverse()
-    return max_active_requests(vllm_config)
+    return max_requests

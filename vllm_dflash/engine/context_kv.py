@@ -27,9 +27,9 @@ Slots = torch.Tensor | Sequence[torch.Tensor | None] | None
 class ContextKV(nn.Module):
     """Projects context states to K/V of every draft layer and stores them.
 
-    The fused projection is a ``ReplicatedLinear`` of its own, so that vLLM packs it for the platform after loading; the
-    layers' weights may be freed then (CPU builds do), so :meth:`refresh` must run inside ``load_weights``. Layers that are
-    quantised keep their weights packed: no fused copy is made, and each projects through its quant method.
+    The fused projection is a ``ReplicatedLinear`` of its own, so that vLLM packs it for the platform after loading (CPU builds
+    free the layers' own weights then). ``weight_update.py`` fills it from the checkpoint's tensors. Layers that are quantised
+    keep their weights packed: no fused copy is made, and each projects through its quant method.
     """
 
     def __init__(self, attentions: Sequence[DraftAttention], norm: RMSNorm, hidden_size: int) -> None:
@@ -55,18 +55,6 @@ class ContextKV(nn.Module):
                 return_bias=False,
                 prefix="context_kv.projection",
             )
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy weights from the layers, in place: captured graphs keep their pointers. Called at the end of every load."""
-        for index, attention in enumerate(self._attentions):
-            self.k_norm_weight[index].copy_(attention.k_norm.weight)
-            if self.projection is None:
-                continue
-            rows = slice(index * 2 * attention.kv_size, (index + 1) * 2 * attention.kv_size)
-            self.projection.weight[rows].copy_(attention.qkv_proj.weight[attention.q_size :])
-            if self.projection.bias is not None:
-                self.projection.bias[rows].copy_(attention.qkv_proj.bias[attention.q_size :])
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [n, H] (output of ``fc``) -> [n, L * 2 * nkv * hd]: layer-major, K then V inside a layer."""

@@ -26,8 +26,11 @@ from vllm_dflash.engine import draft_weights
 from vllm_dflash.engine.context_kv import ContextKV, Slots
 from vllm_dflash.engine.draft_layers import DraftLayer, DraftNorm
 from vllm_dflash.engine.pair import resolve_draft
+from vllm_dflash.engine.weight_update import UpdateGuard, set_buffer
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+OWN_VOCABULARY = {EMBEDDING: "model.embed_tokens.", HEAD: "lm_head."}
+"""Tensor of the checkpoint -> prefix of the module that it fills."""
 
 
 @support_torch_compile
@@ -41,6 +44,7 @@ class DraftBackbone(nn.Module):
         max_position = vllm_config.speculative_config.draft_model_config.hf_config.max_position_embeddings
         self.mask_token_id = draft.mask_token_id
         self.embed_tokens: Any = None  # a module, set by share(), or by a checkpoint with its own
+        self.embedding_scale = 1.0 if draft.embedding_scale is None else draft.embedding_scale  # share() may change it
         self.mask_embedding: torch.Tensor | None
         self.register_buffer("mask_embedding", None, persistent=False)
         layers = [
@@ -51,9 +55,11 @@ class DraftBackbone(nn.Module):
         self.norm = DraftNorm(draft.hidden_size, eps=draft.rms_norm_eps)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``input_ids`` [n] -> [n, H]; mask rows get the separately trained embedding where the checkpoint has one."""
+        """``input_ids`` [n] -> [n, H], scaled; mask rows get the separately trained embedding where the checkpoint has one."""
         assert self.embed_tokens is not None, "share() runs before the first forward"
         embedded: torch.Tensor = self.embed_tokens(input_ids)
+        if self.embedding_scale != 1.0:
+            embedded = embedded * self.embedding_scale
         if self.mask_embedding is not None:
             is_mask = (input_ids == self.mask_token_id).unsqueeze(-1)
             embedded = torch.where(is_mask, self.mask_embedding.to(embedded.dtype), embedded)
@@ -111,6 +117,8 @@ class DFlashDraftModel(nn.Module):
         self.model = DraftBackbone(
             vllm_config=vllm_config, draft=draft, quant_config=self.quant_config, prefix=maybe_prefix(prefix, "model")
         )
+        self._updates = UpdateGuard()
+        self._is_shared = False
         self.context_kv = ContextKV(self.model.attentions, self.hidden_norm, draft.hidden_size)
         self.lm_head: nn.Module
         self.draft_to_target: torch.Tensor | None
@@ -126,11 +134,17 @@ class DFlashDraftModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill every parameter from the checkpoint; return their names.
 
+        A later load (weight update, wake-up from sleep) fills the same memory, which captured graphs hold, with the same
+        tensors. It takes them all in one call: ``fc`` and the fused K/V weights are computed from whole tensors.
+
         Raises:
-            ValueError: unexpected, missing, repeated or misshapen tensors, by name.
+            ValueError: unexpected, missing, repeated or misshapen tensors, by name; an update of some tensors only.
         """
         tensors = {draft_weights.plain_name(name): tensor for name, tensor in weights}
-        self._allocate_own_vocabulary(tensors)
+        names = frozenset(tensors)
+        own = [p for name, p in self.named_parameters() if not name.startswith(self._borrowed())]
+        self._updates.check(names, own)
+        made = self._allocate_own_vocabulary(tensors)
         mask = tensors.pop("mask_embedding", tensors.pop("mask_embedding.weight", None))
         self._set_mask_embedding(mask)
         self._set_vocabulary_map(tensors.pop("d2t", None))
@@ -139,27 +153,35 @@ class DFlashDraftModel(nn.Module):
             tensors["fc.weight"] = draft_weights.fold_columns(
                 tensors["fc.weight"], self.draft.target_layer_ids, self.captured_layers
             )
-        loader = draft_weights.StrictLoader(self)
+        loader = draft_weights.StrictLoader(self, not_ours=self._borrowed())
         for name, tensor in tensors.items():
             if not name.endswith(draft_weights.UNUSED):
                 loader.load(self._parameter_path(name), tensor)
-        self.context_kv.refresh()
         derived = [name for name, _ in self.named_parameters() if name.startswith("context_kv.")]
-        return loader.finish(derived=derived, may_be_missing=self.quant_config is not None)
+        filled = loader.finish(derived=derived, quantised=self.quant_config is not None)
+        draft_weights.fill_context(self.context_kv, self.model.attentions, tensors)
+        buffers = {"mask_embedding": self.model.mask_embedding, "d2t": self.draft_to_target}
+        self._updates.remember(names, made | {name for name, buffer in buffers.items() if buffer is not None})
+        return filled
 
-    def share(self, embed_tokens: nn.Module | None, lm_head: nn.Module | None) -> None:
-        """Take the target's embedding and LM head where the checkpoint has none of its own.
+    def share(self, embed_tokens: nn.Module | None, lm_head: nn.Module | None, embedding_scale: float = 1.0) -> None:
+        """Take the target's embedding, with the target's scale, and LM head where the checkpoint has none of its own.
+
+        A scale that the draft's config states wins over ``embedding_scale``.
 
         Raises:
             ValueError: the target has no module to share, or its embedding has another width.
         """
+        self._is_shared = True
         if not self.has_own_embed_tokens:
             self.model.embed_tokens = _checked_embedding(embed_tokens, self.draft.hidden_size)
+            if self.draft.embedding_scale is None:
+                self.model.embedding_scale = embedding_scale
         if not self.has_own_lm_head:
             if lm_head is None:
                 raise ValueError(
-                    "lm_head: the DFlash draft ships none, and the target has no LM head on this rank to share. Use a draft "
-                    "checkpoint with lm_head.weight, or pipeline_parallel_size 1."
+                    "lm_head: the DFlash draft ships none, and the target has none on this rank to share, nor one tied to its "
+                    "embedding. Use a draft checkpoint with lm_head.weight, or pipeline_parallel_size 1."
                 )
             self.lm_head = lm_head
 
@@ -229,6 +251,11 @@ class DFlashDraftModel(nn.Module):
 
     # -- details of loading ----------------------------------------------------------------------------------------------
 
+    def _borrowed(self) -> tuple[str, ...]:
+        """Prefixes of parameters that belong to the target."""
+        embedding = () if self.has_own_embed_tokens else ("model.embed_tokens.",)
+        return embedding if self.has_own_lm_head else (*embedding, "lm_head.")
+
     def _own_head(self) -> None:
         self.has_own_lm_head = True
         self.lm_head = ParallelLMHead(
@@ -239,17 +266,24 @@ class DFlashDraftModel(nn.Module):
             prefix="lm_head",
         )
 
-    def _allocate_own_vocabulary(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Make room for an embedding or head that the checkpoint ships; the usual draft ships none."""
+    def _allocate_own_vocabulary(self, tensors: dict[str, torch.Tensor]) -> set[str]:
+        """Make room for an embedding or head that the checkpoint ships, and return their names; the usual draft ships none."""
+        made = {name for name, prefix in OWN_VOCABULARY.items() if name in tensors and prefix in self._borrowed()}
+        if self._is_shared and made:
+            raise ValueError(
+                f"draft checkpoint: {', '.join(sorted(made))} comes after the target's module was taken in its place (load "
+                "format 'dummy'?); loading would overwrite the target. Restart the engine with this checkpoint."
+            )
         with set_current_vllm_config(self._vllm_config), self.hidden_norm.weight.device:
-            if EMBEDDING in tensors and self.model.embed_tokens is None:
+            if EMBEDDING in made:
                 self.model.embed_tokens = VocabParallelEmbedding(
                     self.draft.vocab_size, self.draft.hidden_size, params_dtype=self.hidden_norm.weight.dtype
                 )
                 self.has_own_embed_tokens = True
-            if HEAD in tensors and not self.has_own_lm_head:
+            if HEAD in made:
                 self._own_head()
                 self.logits_processor = LogitsProcessor(self.draft.draft_vocab_size, scale=self.draft.logit_scale)
+        return made
 
     def _set_vocabulary_map(self, offsets: torch.Tensor | None) -> None:
         draft = self.draft
@@ -263,7 +297,7 @@ class DFlashDraftModel(nn.Module):
         if offsets is None:  # a head over the first ids of a larger target vocabulary
             offsets = torch.zeros(draft.draft_vocab_size, dtype=torch.int64)
         table = draft_weights.draft_to_target(offsets, self.target_vocab_size)
-        self.draft_to_target = table.to(self.hidden_norm.weight.device)
+        set_buffer(self, "draft_to_target", table.to(self.hidden_norm.weight.device))
 
     def _set_mask_embedding(self, tensor: torch.Tensor | None) -> None:
         model_config = self._vllm_config.speculative_config.draft_model_config
@@ -276,7 +310,7 @@ class DFlashDraftModel(nn.Module):
                 f"mask_embedding: found {tensor.numel()} values; expected hidden_size {self.draft.hidden_size}. Mask embeddings "
                 "per position are not supported; use a checkpoint with one."
             )
-        self.model.mask_embedding = tensor.reshape(-1).to(self.hidden_norm.weight)
+        set_buffer(self.model, "mask_embedding", tensor.reshape(-1).to(self.hidden_norm.weight))
 
     def _check_fc(self, weight: torch.Tensor) -> None:
         expected = [self.draft.hidden_size, self.draft.fc_input_size]

@@ -6,11 +6,14 @@ error later, so both are refused by name here.
 """
 
 import io
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
@@ -29,13 +32,20 @@ SHARDS: Mapping[str, frozenset[str | int]] = {
 }
 UNUSED = ("t2d", "rotary_emb.inv_freq")
 """Tensors that carry nothing new: the inverse of d2t, and a table computed from the config."""
+OPTIONAL_IN_QUANTISED = re.compile(r"(^|_)(scales?|zero_points?|q?zeros|g_idx|shape)(_|$)")
+"""Parameters that quantised checkpoints may leave out, because they are computed or neutral: never a weight, bias or norm."""
 
 
 class StrictLoader:
-    """Fills the parameters of one module from named tensors and remembers which shard of which was filled."""
+    """Fills the parameters of one module from named tensors and remembers which shard of which was filled.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = dict(module.named_parameters())
+    Args:
+        module: to fill.
+        not_ours: prefixes of parameters that another model owns and loads.
+    """
+
+    def __init__(self, module: nn.Module, not_ours: tuple[str, ...] = ()) -> None:
+        self._parameters = {name: p for name, p in module.named_parameters() if not name.startswith(not_ours)}
         self._filled: dict[str, set[str | int | None]] = defaultdict(set)
         self._unexpected: list[str] = []
 
@@ -64,30 +74,31 @@ class StrictLoader:
             ) from error
         self._filled[path].add(shard)
 
-    def finish(self, *, derived: Iterable[str] = (), may_be_missing: bool = False) -> set[str]:
+    def finish(self, *, derived: Iterable[str] = (), quantised: bool = False) -> set[str]:
         """Check the account; return the names of all parameters that hold weights now.
 
         Args:
             derived: parameters that are computed from others, not loaded.
-            may_be_missing: quantised checkpoints leave optional scales out; do not report missing parameters.
+            quantised: scales, zero points and index tables may be missing; everything else must be there all the same.
 
         Raises:
             ValueError: tensors without a place, or parameters without a tensor.
         """
         if self._unexpected:
             raise ValueError(
-                f"draft checkpoint: unexpected tensors {_shorten(self._unexpected)}. A plain DFlash draft has none of these, "
+                f"draft checkpoint: unexpected tensors {shorten(self._unexpected)}. A plain DFlash draft has none of these, "
                 "and ignoring trained weights would lose acceptance silently. Use a plain DFlash checkpoint, or set "
                 "VLLM_DFLASH=0 to try vLLM's own implementation."
             )
         derived = set(derived)
         missing = [p for p in self._parameters if p not in derived and not self._complete(p)]
-        if missing and not may_be_missing:
+        needed = [p for p in missing if not (quantised and OPTIONAL_IN_QUANTISED.search(p.rpartition(".")[2]))]
+        if needed:
             raise ValueError(
-                f"draft checkpoint: no tensors for {_shorten(missing)}; every parameter must be filled. Is config.json of "
+                f"draft checkpoint: no tensors for {shorten(needed)}; every parameter must be filled. Is config.json of "
                 "the same checkpoint (num_hidden_layers, attention_bias, draft_vocab_size)? Download the checkpoint again."
             )
-        return set(self._parameters) - set(missing) if may_be_missing else set(self._parameters)
+        return set(self._parameters) - set(missing)
 
     def _complete(self, path: str) -> bool:
         filled = self._filled.get(path, set())
@@ -128,6 +139,32 @@ def fold_columns(weight: torch.Tensor, layer_ids: Sequence[int], captured: Seque
     return torch.cat([torch.as_tensor(f) for f in folded], dim=1).to(weight.dtype)
 
 
+def fill_context(context_kv: Any, attentions: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compute the fused weights of ``ContextKV`` from checkpoint tensors, in place.
+
+    Not from the layers' parameters: some platforms have packed those by now. Through weight loaders, because vLLM's layer by
+    layer reload has put stand-ins without memory in the place of the tensors, and restores the old values of what was not
+    loaded.
+    """
+
+    def rows(index: int, projection: str, kind: str) -> torch.Tensor:
+        full = tensors[f"layers.{index}.self_attn.{projection}.{kind}"]
+        heads = full.shape[0] // context_kv.head_dim
+        first = get_tensor_model_parallel_rank() * heads // get_tensor_model_parallel_world_size()  # fewer heads than ranks too
+        return full[first * context_kv.head_dim :][: attentions[index].kv_size]
+
+    layers = range(len(attentions))
+    if context_kv.projection is not None:
+        for kind, parameter in list(context_kv.projection.named_parameters()):  # a reload replaces them meanwhile
+            _fill(parameter, torch.cat([rows(i, name, kind) for i in layers for name in ("k_proj", "v_proj")]))
+    _fill(context_kv.k_norm_weight, torch.stack([tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in layers]))
+    _fill(context_kv.unit_weight, torch.ones(context_kv.head_dim))
+
+
+def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    getattr(tensor, "weight_loader", default_weight_loader)(tensor, value)
+
+
 def draft_to_target(offsets: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
     """Target id of every draft id, int64 [V_draft], from the stored offsets ``d2t`` (target id minus draft id).
 
@@ -164,6 +201,7 @@ def read_mask_embedding(model: str, revision: str | None, mask_token_id: int) ->
     return torch.as_tensor(state).reshape(-1)
 
 
-def _shorten(names: Sequence[str], limit: int = 6) -> str:
+def shorten(names: Sequence[str], limit: int = 6) -> str:
+    """The first ``limit`` names, quoted."""
     shown = ", ".join(repr(n) for n in sorted(names)[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -22,6 +22,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dflash_kernels.draft_head import FUSED_MAX_ROWS
 from vllm_dflash.engine import compat
+from vllm_dflash.engine.announce import describe, log_notes
 from vllm_dflash.engine.block_backend import share_workspace
 from vllm_dflash.engine.buffers import MIB, DraftBuffers, DraftShape
 from vllm_dflash.engine.capture import announce_layers
@@ -47,8 +48,8 @@ class DraftLifecycle(DraftModelSpeculator):
     Args:
         vllm_config: the engine's configuration; draft and target are checked against each other here.
         device: where all buffers live.
-        req_states: the runner's request states. Given, the probabilistic logit cache is sized by the requests that can be
-            active instead of ``max_num_seqs``.
+        req_states: the runner's request states. Given, the probabilistic logit cache is sized by the requests that one step
+            can have instead of ``max_num_seqs``.
 
     Raises:
         CheckpointError: the draft cannot be read, or does not fit the target or ``num_speculative_tokens``.
@@ -64,7 +65,7 @@ class DraftLifecycle(DraftModelSpeculator):
         num_drafts = self.num_speculative_steps
         self.num_query_per_req = num_drafts if self.draft.sample_from_anchor else num_drafts + 1
         shape = DraftShape(
-            max_requests=compat.max_active_requests(vllm_config),
+            max_requests=compat.max_step_requests(vllm_config, self.num_query_per_req),
             num_query_per_req=self.num_query_per_req,
             num_speculative_tokens=num_drafts,
             max_num_tokens=self.max_num_tokens,
@@ -83,10 +84,15 @@ class DraftLifecycle(DraftModelSpeculator):
         self._start_line = ""
 
     def _allocate_draft_logits(self, req_states: Any) -> torch.Tensor:
-        """Pre-temperature logits of the last proposal, [request states, K, vocabulary], read by the next verification."""
-        rows = compat.compact_request_states(self.vllm_config, req_states)
+        """Pre-temperature logits of the last proposal, [request states, K, V], read by the next verification.
+
+        V is the target's vocabulary whatever the draft's: ``compute_logits`` returns target ids, and vLLM's rejection sampler
+        verifies only as many columns as the cache has.
+        """
+        rows = compat.compact_request_states(self.vllm_config, req_states, self.buffers.shape.max_requests)
         dtype, fill = self.draft_logits_spec(self.vllm_config)
-        return torch.full((rows, self.num_speculative_steps, self.vocab_size), fill, dtype=dtype, device=self.device)
+        shape = (rows, self.num_speculative_steps, self.vllm_config.model_config.get_vocab_size())
+        return torch.full(shape, fill, dtype=dtype, device=self.device)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:  # noqa: ARG002  # base signature
         """The draft network, with embedding and head shared with the target where the checkpoint has none."""
@@ -130,9 +136,7 @@ class DraftLifecycle(DraftModelSpeculator):
         self.attn_groups = separate_by_causality(self.attn_groups, causal, self.attn_vllm_config, self.device)
         group_ids = [gid for gid, groups in enumerate(self.attn_groups) if groups]
         self.buffers.bind(block_tables, group_ids, self.max_model_len)
-        self.attention = DraftAttention(
-            self.attn_groups, names, causal, self.buffers, block_tables, self.vllm_config, self.device
-        )
+        self.attention = DraftAttention(self.attn_groups, names, causal, self.buffers, block_tables, self.vllm_config)
         layers = self.vllm_config.compilation_config.static_forward_context
         self._attention_bytes = share_workspace(
             [layers[name] for name in names],
@@ -211,7 +215,7 @@ class DraftLifecycle(DraftModelSpeculator):
         grid = self.graphs.grid
         line = (
             f"DFlash draft: {type(self.model).__name__}, {self.draft.num_layers} layers, {self.dtype}, K="
-            f"{self.num_speculative_steps} of block {self.draft.draft_block_size}, attention "
+            f"{self.num_speculative_steps} of block {self.draft.draft_block_size}, {describe(self.draft)}, attention "
             f"{'/'.join(self.attention.backend_names)}, {causal.count(False)} of {len(causal)} layers non-causal, "
             f"{len(self.attention.group_ids)} KV group(s), metadata "
             f"{'in the graph' if self.attention.refreshes_in_graph else 'built every step'}, "
@@ -220,6 +224,7 @@ class DraftLifecycle(DraftModelSpeculator):
         )
         if line != self._start_line:  # profiling comes here first
             logger.info(line)
+            log_notes(logger, self.draft)
         self._start_line = line
 
     def _pick(self, hidden_states: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -4,15 +4,17 @@
 import copy
 
 from torch import nn
+from vllm import envs
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
 
 from vllm_dflash.draft_config import DraftConfig
 from vllm_dflash.engine.block_backend import choose_backend
-from vllm_dflash.engine.capture import shared_vocabulary
+from vllm_dflash.engine.target_vocabulary import shared_vocabulary
 
 
 def draft_layer_config(vllm_config: VllmConfig, draft: DraftConfig) -> VllmConfig:
@@ -20,12 +22,32 @@ def draft_layer_config(vllm_config: VllmConfig, draft: DraftConfig) -> VllmConfi
     speculative = vllm_config.speculative_config
     config = copy.copy(vllm_config)
     non_causal = not all(layer.causal for layer in draft.layers)
-    backend = choose_backend(speculative.attention_backend) if non_causal else speculative.attention_backend
-    config.attention_config = replace(vllm_config.attention_config, use_non_causal=non_causal, backend=backend)
     if speculative.kv_cache_dtype is not None:
         config.cache_config = replace(vllm_config.cache_config, cache_dtype=speculative.kv_cache_dtype)
+    backend = speculative.attention_backend
+    if non_causal:
+        num_heads = max(1, draft.num_heads // vllm_config.parallel_config.tensor_parallel_size)
+        backend = choose_backend(backend, _attention_needs(config, draft), num_heads)
+    config.attention_config = replace(vllm_config.attention_config, use_non_causal=non_causal, backend=backend)
     config.load_config = get_pp_safe_draft_load_config(get_draft_load_config(vllm_config))
     return config
+
+
+def _attention_needs(vllm_config: VllmConfig, draft: DraftConfig) -> AttentionSelectorConfig:
+    """What a non-causal draft's layers ask of an attention backend, as vLLM's ``get_attn_backend`` will put it."""
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    return AttentionSelectorConfig(
+        head_size=draft.head_dim,
+        dtype=vllm_config.model_config.dtype,
+        kv_cache_dtype=cache.cache_dtype,
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+        has_sink=draft.attention_sinks,
+        has_sliding_window=any(layer.window is not None for layer in draft.layers),
+        use_non_causal=True,
+        use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        use_kv_connector=transfer is not None and transfer.is_kv_transfer_instance,
+        use_dcp=vllm_config.parallel_config.decode_context_parallel_size > 1,
+    )
 
 
 def load_draft(target: nn.Module, vllm_config: VllmConfig, draft: DraftConfig) -> nn.Module:

@@ -7,9 +7,13 @@ pair that does not fit is refused in one sentence before any weight is loaded.
 
 from typing import Any
 
+import torch
+from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from vllm_dflash.checkpoint import DraftConfig, TargetFacts, check_pair, check_width, parse_draft_config
+
+logger = init_logger("vllm.plugins.dflash")
 
 
 def target_facts(vllm_config: Any) -> TargetFacts:
@@ -46,4 +50,15 @@ def resolve_draft(vllm_config: Any) -> DraftConfig:
     draft = read_draft(model_config.model, model_config.revision, model_config.hf_config)
     check_pair(draft, target_facts(vllm_config))
     check_width(draft, speculative.num_speculative_tokens)
+    warn_of_narrow_range(model_config.hf_config, vllm_config.model_config.dtype)
     return draft
+
+
+def warn_of_narrow_range(hf_config: Any, dtype: torch.dtype) -> None:
+    """Say once that a bfloat16 draft runs in float16: values above 65504 overflow, and only acceptance shows it."""
+    stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+    if str(stored).removeprefix("torch.") == "bfloat16" and dtype == torch.float16:
+        logger.warning_once(
+            "vllm-dflash: dtype is float16, and the DFlash draft was stored in bfloat16. Hidden states beyond float16's range "
+            "overflow and cost acceptance without an error; set dtype to bfloat16 where the GPU has it, else float32."
+        )

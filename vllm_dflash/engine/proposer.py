@@ -27,6 +27,7 @@ from vllm_dflash.engine import attention, capture
 from vllm_dflash.engine.draft_sampling import sample_drafts
 from vllm_dflash.engine.pair import resolve_draft
 from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, query_block
+from vllm_dflash.engine.target_vocabulary import shared_vocabulary
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -64,7 +65,7 @@ class DFlashProposer(SpecDecodeBaseProposer):
         self.model = self._get_model()
         layers = _attention_layers(self.vllm_config)
         self._draft_attn_layer_names = set(layers) - before
-        self.model.share(*capture.shared_vocabulary(target_model))
+        self.model.share(*shared_vocabulary(target_model))
         how = capture.ensure_capture(target_model, self.vllm_config)
         self._lift_length_gate()
         self._log_start(how)
@@ -117,7 +118,7 @@ class DFlashProposer(SpecDecodeBaseProposer):
         self,
         num_speculative_tokens: int,
         target_token_ids: torch.Tensor,  # noqa: ARG002  # part of the runner's call
-        target_positions: torch.Tensor,
+        target_positions: torch.Tensor,  # noqa: ARG002
         target_hidden_states: torch.Tensor,
         next_token_ids: torch.Tensor,
         token_indices_to_sample: torch.Tensor | None,  # noqa: ARG002
@@ -131,7 +132,7 @@ class DFlashProposer(SpecDecodeBaseProposer):
 
         Args:
             num_speculative_tokens: K of this step; 0 only keeps the draft's KV cache in step with the target.
-            target_positions: int64 [T], or [3, T] for M-RoPE targets.
+            target_positions: unused: those of M-RoPE targets are no token indices.
             target_hidden_states: [T, U * H_target] captured layers, ascending.
             next_token_ids: int32 [B] last sampled token, or the next prompt token in mid-prefill.
             common_attn_metadata: the target step's, for the draft's KV-cache group.
@@ -150,7 +151,7 @@ class DFlashProposer(SpecDecodeBaseProposer):
         total = target_hidden_states.shape[0]
         committed = committed_rows(
             common_attn_metadata.query_start_loc,
-            target_positions,
+            common_attn_metadata.seq_lens,
             common_attn_metadata.slot_mapping[:total],
             num_rejected_tokens_gpu,
             compact=self._compact,

@@ -60,7 +60,7 @@ class QueryBlock:
 
 def committed_rows(
     query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
     slots: torch.Tensor,
     num_rejected: torch.Tensor | None,
     *,
@@ -68,26 +68,28 @@ def committed_rows(
 ) -> CommittedRows:
     """Split the target step's rows into committed and rejected ones.
 
+    Positions are token indices, counted from the sequence lengths. The target's own positions will not do: after an image,
+    those of an M-RoPE target lag behind the token index, which is what slots and the draft's context are laid out by.
+
     Args:
         query_start_loc: int32 [B + 1] spans of the requests.
-        positions: int64 [T], or [3, T] for M-RoPE targets (drafts use the text dimension).
-        slots: int64 [T] slots in the draft's KV-cache group.
+        seq_lens: int32 [B] tokens of every request up to the end of its span, rejected rows included.
+        slots: int64 [T] slots in the draft's KV-cache group, T rows in all spans.
         num_rejected: int32 [B] trailing rejected rows, None when the runner left them out already.
         compact: leave rejected rows out instead of padding them.
     """
-    positions = positions[0] if positions.ndim == 2 else positions
     starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
+    total = slots.shape[0]
+    rows = torch.arange(total, device=slots.device)
+    positions = rows + torch.repeat_interleave(seq_lens.long() - ends, ends - starts, output_size=total)
     if num_rejected is None:
-        return CommittedRows(None, positions, slots, positions[ends - 1] + 1)
-    valid_ends = ends - num_rejected
-    anchors = positions[valid_ends - 1] + 1
-    total = positions.shape[0]
-    end_of_row = torch.repeat_interleave(valid_ends, ends - starts, output_size=total)
-    committed = torch.arange(total, device=positions.device) < end_of_row
+        return CommittedRows(None, positions, slots, seq_lens.long())
+    anchors = (seq_lens - num_rejected).long()
+    committed = rows < torch.repeat_interleave(ends - num_rejected, ends - starts, output_size=total)
     if not compact:
         padded = torch.where(committed, slots, PAD_SLOT)
         return CommittedRows(None, torch.where(committed, positions, 0), padded, anchors)
-    rows = committed.nonzero().squeeze(1)
+    rows = rows[committed]
     return CommittedRows(rows, positions[rows], slots[rows], anchors)
 
 

@@ -13,6 +13,10 @@ Steps 2 to 5 are one function, :meth:`DraftPass.run`. It is captured for a grid 
 every step, prefills included: only context rows beyond R * (K + 1), which a prefill has, are stored eagerly before the replay.
 Nothing here reads a tensor on the host.
 
+Near ``max_model_len`` lengths are clamped while blocks keep their Q rows. Attention aligns rows to the end of the keys, so
+rows of *causal* layers then see up to Q keys too few: block tables have no columns behind the end to read. Accepted, as it costs
+only acceptance, and only of drafts for the last Q tokens of a context.
+
 Derives from ``DraftModelSpeculator`` and not from vLLM's DFlash class, which changes most from version to version.
 """
 
@@ -105,7 +109,7 @@ class DFlashSpeculator(DraftLifecycle):
 
     def _profile_without_attention(self, input_batch: InputBatch, aux: list[torch.Tensor]) -> torch.Tensor:
         """Peak-memory run before a KV cache exists: all the work of a largest step, nothing stored."""
-        num_reqs = min(input_batch.num_reqs, self.buffers.shape.max_requests)
+        num_reqs = input_batch.num_reqs
         self.draft_pass.store_context(aux, 0, input_batch.num_tokens, store=False)
         self._prepare_eplb_forward(num_reqs * self.num_query_per_req)
         self.draft_pass.run(num_reqs, self.buffers.shape.graph_context_rows(num_reqs), None)

@@ -195,6 +195,7 @@ class DFlashDraft(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
+        self.embedding_scale = 1.0
         self.register_buffer("mask_embedding", None, persistent=False)
         self.register_buffer("d2t", None, persistent=False)
 
@@ -240,8 +241,8 @@ class DFlashDraft(nn.Module):
         return nn.functional.linear(drafting_rows, self.head) * self.config.logit_scale
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings of ids int64 [r] -> [r, H]; mask rows take the checkpoint's own mask embedding where it has one."""
-        states = nn.functional.embedding(ids, self.embedding)
+        """Embeddings of ids int64 [r] -> [r, H], scaled; mask rows take the checkpoint's own mask embedding where it has one."""
+        states = nn.functional.embedding(ids, self.embedding) * self.embedding_scale
         if self.mask_embedding is None:
             return states
         return torch.where((ids == self.config.mask_token_id)[:, None], self.mask_embedding, states)
@@ -273,6 +274,7 @@ def load_draft(folder: Path, target: Any, dtype: torch.dtype = torch.float32) ->
         raise ValueError(f"{folder} has no *.safetensors file; expected the weights of a DFlash draft.")
     tensors.pop("t2d", None)  # the inverse of d2t
     d2t = tensors.pop("d2t", None)
+    scale = 1.0 if "embed_tokens.weight" in tensors else _embedding_scale(target, dtype)
     embedding = tensors.pop("embed_tokens.weight", target.get_input_embeddings().weight.detach())
     head = tensors.pop("lm_head.weight", target.get_output_embeddings().weight.detach())
     _check_tables(config, embedding, head, d2t)
@@ -281,10 +283,19 @@ def load_draft(folder: Path, target: Any, dtype: torch.dtype = torch.float32) ->
         draft.load_state_dict(tensors, strict=True)
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not fit config.json. {error}") from error
+    draft.embedding_scale = scale if config.embedding_scale is None else config.embedding_scale
     draft.mask_embedding = _read_mask_embedding(folder, config)
     draft = draft.to(target.device, dtype).requires_grad_(requires_grad=False).eval()
     draft.d2t = None if d2t is None else d2t.to(target.device, torch.int64)
     return draft
+
+
+def _embedding_scale(target: Any, dtype: torch.dtype) -> float:
+    """What the target multiplies its table with: in Gemma's embedding module (in the weights' dtype), or by Granite's config."""
+    scale = getattr(target.get_input_embeddings(), "embed_scale", None)
+    if isinstance(scale, Tensor):
+        return float(scale.to(dtype))
+    return float(getattr(target.config.get_text_config(), "embedding_multiplier", 1.0))
 
 
 def _check_tables(config: DraftConfig, embedding: Tensor, head: Tensor, d2t: Tensor | None) -> None:

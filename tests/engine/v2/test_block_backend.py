@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our attention backend as vLLM calls it, against attention written out, and which drafts get it."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -45,25 +46,83 @@ def test_forward_equals_dense_attention(causal, window):
         torch.testing.assert_close(output[request * Q : (request + 1) * Q], expected, rtol=1e-4, atol=1e-5)
 
 
+def needs_of(**changes):
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    needs = AttentionSelectorConfig(128, torch.bfloat16, "auto", None, use_non_causal=True)
+    return needs._replace(**changes)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """vLLM's own selection for CUDA, on a machine that has FlashAttention ``version``; no GPU is asked."""
+
+    def make(version):
+        # vLLM's CPU build lacks the compiled operators that the module of this platform loads; selection uses none.
+        monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+        from vllm.platforms.cuda import CudaPlatformBase
+        from vllm.platforms.interface import DeviceCapability
+        from vllm.v1.attention.backends import flash_attn
+
+        from vllm_dflash.engine import block_backend
+
+        class Hopper(CudaPlatformBase):
+            @classmethod
+            def get_device_capability(cls, device_id=0):  # noqa: ARG003  # vLLM's signature
+                return DeviceCapability(9, 0)
+
+        monkeypatch.setattr(block_backend, "current_platform", Hopper())
+        for module in (block_backend, flash_attn):
+            monkeypatch.setattr(module, "get_flash_attn_version", lambda *_, **__: version)
+        monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: version == 3)
+        monkeypatch.setattr(flash_attn, "is_fa_version_supported", lambda number: number == version)
+        return block_backend
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("chosen", "flash", "expected"),
+    ("chosen", "flash", "changes", "expected"),
     [
-        (None, 3, None),
-        (None, None, "CUSTOM"),
-        ("FLASHINFER", 3, "CUSTOM"),
-        ("TRITON_ATTN", None, "TRITON_ATTN"),
-        ("FLASH_ATTN", 3, "FLASH_ATTN"),
+        (None, 3, {}, None),
+        (None, None, {}, "CUSTOM"),
+        (None, 3, {"head_size": 512}, "CUSTOM"),
+        (None, 3, {"kv_cache_dtype": "fp8"}, None),
+        (None, 2, {"kv_cache_dtype": "fp8"}, "CUSTOM"),
+        ("FLASHINFER", 3, {}, "CUSTOM"),
+        ("TRITON_ATTN", None, {}, "TRITON_ATTN"),
+        ("FLASH_ATTN", 3, {}, "FLASH_ATTN"),
     ],
 )
-def test_which_backend_a_non_causal_draft_gets(monkeypatch, chosen, flash, expected):
+def test_which_backend_a_non_causal_draft_gets(hopper, chosen, flash, changes, expected):
     """Breaks if a draft lands on a backend that no CUDA graph can replay, or a user's working choice is overruled."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_dflash.engine import block_backend
-
-    monkeypatch.setattr(block_backend.current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(block_backend, "get_flash_attn_version", lambda: flash)
-    found = block_backend.choose_backend(None if chosen is None else AttentionBackendEnum[chosen])
+    module = hopper(flash)
+    found = module.choose_backend(None if chosen is None else AttentionBackendEnum[chosen], needs_of(**changes), 32)
     assert (None if found is None else found.name) == expected
     if expected == "CUSTOM":
-        assert found.get_class() is block_backend.BlockAttentionBackend
+        assert found.get_class() is module.BlockAttentionBackend
+
+
+def test_a_backend_of_another_plugin_is_not_taken_for_ours(hopper):
+    """Breaks if whatever is registered as CUSTOM runs the draft."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    custom.clear_override()
+    register_backend(custom, "elsewhere.Backend")
+    try:
+        with pytest.raises(ValueError, match=r"elsewhere\.Backend has taken.*TRITON_ATTN"):
+            hopper(None).choose_backend(None, needs_of(), 32)
+    finally:
+        custom.clear_override()
+
+
+@pytest.mark.parametrize("dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_caches_with_scales_per_token_are_refused(dtype):
+    """Breaks if our kernel is given a cache whose scales it does not read."""
+    from vllm_dflash.engine.block_backend import BlockAttentionBackend
+
+    assert not BlockAttentionBackend.supports_kv_cache_dtype(dtype)
+    assert BlockAttentionBackend.supports_kv_cache_dtype("fp8")

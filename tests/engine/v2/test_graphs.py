@@ -109,9 +109,9 @@ def test_logit_cache_rows_follow_active_requests(active, rows):
 
     from vllm_dflash.engine.compat import compact_request_states
 
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_active_seqs=active))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
     states = SimpleNamespace(free_indices=list(range(8)))
-    assert compact_request_states(config, states) == rows
+    assert compact_request_states(config, states, active or 8) == rows
     taken = [states.free_indices.pop() for _ in range(active or 8)]
     states.free_indices.append(taken.pop(0))
     assert max([*taken, states.free_indices.pop()]) < rows

@@ -66,14 +66,27 @@ def second_token(target, draft):
     return sum(p * law([5, 6, 7, token]) for token, p in enumerate(first.tolist()))
 
 
-@pytest.mark.parametrize("speculative", [PROBABILISTIC, {}], ids=["drawn drafts", "greedy drafts"])
-def test_sampled_tokens_follow_the_target(speculative, target, draft, second_token, engine_of):
+@pytest.fixture(scope="module")
+def narrow_draft(make_draft):
+    """A draft that says and knows only 100 of the target's 160 tokens."""
+    return make_draft(draft_vocab=100, config=(("vocab_size", 100),))
+
+
+@pytest.mark.parametrize(
+    ("name", "speculative"),
+    [("draft", PROBABILISTIC), ("narrow_draft", PROBABILISTIC), ("draft", {})],
+    ids=["drawn drafts", "drawn from fewer tokens", "greedy drafts"],
+)
+def test_sampled_tokens_follow_the_target(name, speculative, target, second_token, engine_of, request):
     """Chi-square of the second token, the first that a draft precedes, against its exact law.
 
-    Breaks if a draft is accepted too readily, or its noise is the noise that verification draws with.
+    Breaks if a draft is accepted too readily, its noise is the noise that verification draws with, or the cache of draft
+    logits has the columns of the draft's vocabulary: the target's tokens behind them then never come.
     """
     requests = 64
-    engine = engine_of(target, draft, speculative=speculative, **SIZES)
+    engine = engine_of(target, request.getfixturevalue(name), speculative=speculative, **SIZES)
+    if speculative:
+        assert engine.speculator.draft_logits.shape[-1] == 160
     tokens = [tokens[1] for tokens in engine.generate([[5, 6, 7]] * requests, 2, temperature=0.5)]
     seen, expected = torch.bincount(torch.tensor(tokens), minlength=160).double(), second_token * requests
     often = expected >= 2.5
