@@ -24,7 +24,7 @@ from vllm_dflash.engine.buffers import DraftBuffers
 
 # A tile of FlashAttention 3 holds the packed query heads of one KV head. From this many tiles on, one split is fastest and needs
 # neither the combine kernel nor its fp32 scratch (1 GB at 128 requests with vLLM's fixed 32 splits). On an H200, 16 rows, 32/8
-# heads of 128, us per layer with one split against several: 8 requests, 640 keys 11.4 / 14.7, 4,096 keys 45.3 / 43.8; 128 requests
+# heads of 128, us per layer with one split / several: 8 requests, 640 keys 11.4 / 14.7, 4,096 keys 45.3 / 43.8; 128 requests
 # 97.7 / 109.5 and 484 / 500. At 4 requests and 4,096 keys one split loses: 43.6 / 28.0.
 _TILES_WITHOUT_SPLITS = 64
 

@@ -32,4 +32,6 @@ def test_a_bfloat16_draft_in_float16(stored, dtype, warned, write_pair, tmp_path
         resolve_draft(config)
     finally:
         logger.removeHandler(caplog.handler)
-    assert sum("stored in bfloat16" in record.getMessage() for record in caplog.records) == warned
+    # The handler sits on two loggers once another test has let vLLM's propagate: one record may then be listed twice.
+    said = {id(record) for record in caplog.records if "stored in bfloat16" in record.getMessage()}
+    assert len(said) == warned
