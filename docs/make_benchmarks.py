@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/benchmarks.md from docs/results/*.json: python docs/make_benchmarks.py [--check].
+"""Write docs/benchmarks.md and the README's table from docs/results/*.json: python docs/make_benchmarks.py [--check].
 
-Every figure on that page comes from a committed result; ``--check`` fails when the page is not what the results say.
+Every published figure comes from a committed result; ``--check`` fails when a page is not what the results say.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
+README = DOCS.parent / "README.md"
+BEGIN, END = "<!-- figures: docs/make_benchmarks.py -->\n", "<!-- end of figures -->\n"
 
 Row = dict[str, Any]
 
@@ -139,11 +141,30 @@ def page() -> str:
     return "\n".join([head, *filter(None, parts)])
 
 
+def summary() -> str:
+    """The README's table: how much faster, on a GPU and on a CPU."""
+    lines = []
+    gpu = [row for row in result("gpu_speculator")[1] if row["concurrency"] in (1, 33, 128)]
+    for (concurrency,), cell in sorted(by_arm(gpu, "concurrency").items()):
+        ratios = [ratio(cell, "tok_s", "ours", base) for base in ("none", "builtin")]
+        lines.append([f"H200, 8B shape, K = 15, requests: {concurrency}", *ratios])
+    cells = by_arm([row for row in result("cpu_speed")[1] if row["k"] == 7 and row["dtype"] == "bfloat16"], "dtype", "batch")
+    for (dtype, batch), cell in sorted(cells.items()):
+        ratios = [ratio(cell, "tok_s", "ours", base) for base in ("none", "builtin")]
+        lines.append([f"CPU, demo pair, {dtype}, K = 7, requests: {batch}", *ratios])
+    return table(["output tokens per second of ours, over", "no speculation", "vLLM's own DFlash"], lines)
+
+
+def readme() -> str:
+    """The README with its table renewed."""
+    text = README.read_text()
+    return text[: text.index(BEGIN) + len(BEGIN)] + summary() + text[text.index(END) :]
+
+
 if __name__ == "__main__":
+    pages = {PAGE: page(), README: readme()}
     if "--check" in sys.argv:
-        sys.exit(
-            None
-            if PAGE.read_text() == page()
-            else "docs/benchmarks.md is not what docs/results says: run docs/make_benchmarks.py"
-        )
-    PAGE.write_text(page())
+        stale = [path.name for path, text in pages.items() if path.read_text() != text]
+        sys.exit(f"{', '.join(stale)}: not what docs/results says; run docs/make_benchmarks.py" if stale else None)
+    for path, text in pages.items():
+        path.write_text(text)

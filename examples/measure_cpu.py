@@ -17,7 +17,7 @@ from vllm_dflash.cli.models import checked_pair, prepared_demo_pair
 from vllm_dflash.cli.probes import hardware
 
 OUT = Path("docs/results/cpu_speed.json")
-GRID = (("float32", "bfloat16"), (1, 3, 5, 7), (1, 4, 8), 16, 48)  # dtypes, K, batches, prompts, tokens per answer
+GRID = (("float32", "bfloat16"), (1, 3, 5, 7), (1, 8), 8, 48)  # dtypes, K, batches, prompts, tokens per answer
 QUICK = (("float32",), (7,), (1, 2), 2, 12)
 
 

@@ -27,11 +27,16 @@ def alone(target, draft, long_prompts, expected, engine_of):
     return proposals
 
 
+def usable(proposals, prompts):
+    """Proposals without those behind the last token: vLLM 0.33 skips them only when no request of the batch needs drafts."""
+    return {(i, anchor): drafts for (i, anchor), drafts in proposals.items() if anchor < len(prompts[i]) + 12}
+
+
 def check(engine, prompts, expected, alone):
     """Outputs and proposals as for each prompt alone; then the same with perfect drafts."""
     proposals = engine.watch(prompts)
     assert engine.generate(prompts, 13) == expected
-    assert proposals == alone
+    assert usable(proposals, prompts) == usable(alone, prompts)
     engine.watch(prompts, replay=expected)
     drafted, accepted, outputs = engine.acceptance_of(lambda: engine.generate(prompts, 13))
     assert outputs == expected
