@@ -20,7 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-from bench_speculator import ARMS, ROOT, Meter, provenance, save, say
+from bench_speculator import ARMS, ROOT, provenance, save, say
+from meter import Meter
 
 K, OUTPUT = 7, 128
 
