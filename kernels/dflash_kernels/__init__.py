@@ -3,12 +3,12 @@
 
 | op (module of the same name) | what it does in one launch, or a few |
 | --- | --- |
-| `query_block` | every integer of a draft step: ids, positions, slots, lengths, sample rows, for all draft KV groups |
-| `aux_capture` | hidden + residual of one captured target layer, written where the draft's `fc` reads it |
+| `query_block` | every integer of a draft step: ids, positions, slots, lengths, sampling positions, for all draft KV groups |
+| `aux_capture` | hidden + residual of one captured target layer, written where the draft's `fc` reads it (not used by the engine yet) |
 | `context_kv` | context K and V of all draft layers: norm, RoPE, scales, paged store |
 | `query_kv` | query rows of one draft layer: norm and RoPE of Q and K, paged store of K and V |
 | `block_attention` | attention of the query rows over the paged cache |
-| `draft_head` | greedy draft tokens from the LM head, without logits |
+| `draft_head` | greedy draft tokens from the LM head; up to 64 rows without logits in memory |
 
 `reference` has a torch oracle of each, with the same signature.
 """

@@ -9,8 +9,6 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 
 def original(function):
     """vLLM's own function, whether or not the plugin has replaced it in this process."""
