@@ -4,7 +4,7 @@
 | op (module of the same name) | what it does in one launch, or a few |
 | --- | --- |
 | `query_block` | every integer of a draft step: ids, positions, slots, lengths, sampling positions, for all draft KV groups |
-| `aux_capture` | hidden + residual of one captured target layer, written where the draft's `fc` reads it (not used by the engine yet) |
+| `aux_capture` | hidden + residual of one captured target layer, written where `fc` reads it (not used by the engine yet) |
 | `context_kv` | context K and V of all draft layers: norm, RoPE, scales, paged store |
 | `query_kv` | query rows of one draft layer: norm and RoPE of Q and K, paged store of K and V |
 | `block_attention` | attention of the query rows over the paged cache |
