@@ -95,7 +95,7 @@ def _start(pair: Pair, dtype: str, bar: Progress, stack: ExitStack) -> tuple[dic
     vLLM measures the memory of a GPU while it starts, and three engines have to share it.
     """
     task = bar.add_task("starting three engines", total=len(ORDER))
-    shared = {} if on_cpu() else {"gpu_memory_utilization": GPU_SHARE, "max_model_len": GPU_MAX_MODEL_LEN}
+    shared: dict[str, Any] = {} if on_cpu() else {"gpu_memory_utilization": GPU_SHARE, "max_model_len": GPU_MAX_MODEL_LEN}
     engines = {}
     for arm in ORDER:
         engines[arm] = stack.enter_context(Engine(engine_spec(arm, pair, dtype, **shared)))

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from vllm_dflash.cli.engine_meter import Meter
+
 NUM_DRAFTS = "vllm:spec_decode_num_drafts"
 NUM_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -67,8 +69,14 @@ def _serve(spec: dict[str, Any], channel: TextIO) -> None:
     if spec["arm"] == "ours" and implementation and not implementation.startswith("vllm_dflash."):
         raise ValueError(f"the plugin did not take over ({implementation} drafts instead). Run `vllm-dflash doctor`.")
     emit(channel, "ready", implementation=implementation, stop_token_ids=_stop_token_ids(engine))
+    meter: Meter | None = None
     for number, line in enumerate(sys.stdin):
-        _answer(engine, json.loads(line), str(number), channel)
+        request = json.loads(line)
+        if request.get("measure"):
+            meter = meter or Meter(engine)
+            _measure(engine, request, str(number), channel, meter)
+        else:
+            _answer(engine, request, str(number), channel)
 
 
 def _build_engine(spec: dict[str, Any]) -> Any:
@@ -78,7 +86,7 @@ def _build_engine(spec: dict[str, Any]) -> Any:
     arguments = {"model": spec["target"], "dtype": spec["dtype"], "disable_log_stats": False, **spec["engine_args"]}
     if spec["draft"] is not None:
         speculation = {"method": "dflash", "model": spec["draft"], "num_speculative_tokens": spec["k"]}
-        arguments["speculative_config"] = speculation
+        arguments["speculative_config"] = speculation | spec["speculative"]
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
@@ -109,16 +117,38 @@ def _answer(engine: Any, request: dict[str, Any], prefix: str, channel: TextIO) 
         steps = [answers[o.request_id].add(o) for o in outputs]
         if request["stream"]:
             emit(channel, "step", outputs=[s for s in steps if s])
+    emit(channel, "result", outputs=[a.summary() for a in answers.values()], seconds=seconds, **_drafts_since(before))
+
+
+def _measure(engine: Any, request: dict[str, Any], prefix: str, channel: TextIO, meter: Meter) -> None:
+    """Run one batch with nothing between the engine's steps; the clock runs from the first step to the last.
+
+    ``step_ends``: seconds at which each step with output ended; ``arrivals`` of an output: the steps that brought its tokens.
+    """
+    answers = _add_requests(engine, request, prefix)
+    before = _draft_counters()
+    meter.take()
+    seen: list[tuple[int, Any]] = []
+    step_ends: list[float] = []
+    begin = time.perf_counter()
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        if outputs:
+            step_ends.append(time.perf_counter() - begin)
+            seen += [(len(step_ends) - 1, output) for output in outputs]
+    for step, output in seen:
+        answers[output.request_id].count(step, output)
+    outputs = [a.measured() for a in answers.values()]
+    emit(channel, "result", outputs=outputs, seconds=step_ends[-1], step_ends=step_ends, **_drafts_since(before), **meter.take())
+
+
+def _drafts_since(before: tuple[int, int, list[int]]) -> dict[str, Any]:
     after = _draft_counters()
-    emit(
-        channel,
-        "result",
-        outputs=[a.summary() for a in answers.values()],
-        seconds=seconds,
-        drafts=after[0] - before[0],
-        accepted=after[1] - before[1],
-        accepted_per_position=[a - b for a, b in zip(after[2], before[2] or [0] * len(after[2]), strict=True)],
-    )
+    return {
+        "drafts": after[0] - before[0],
+        "accepted": after[1] - before[1],
+        "accepted_per_position": [a - b for a, b in zip(after[2], before[2] or [0] * len(after[2]), strict=True)],
+    }
 
 
 def _add_requests(engine: Any, request: dict[str, Any], prefix: str) -> dict[str, "_Answer"]:
@@ -139,7 +169,9 @@ def _add_requests(engine: Any, request: dict[str, Any], prefix: str) -> dict[str
     return answers
 
 
-def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+def _prompt_ids(tokenizer: Any, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -167,6 +199,7 @@ class _Answer:
         self.index, self.prompt_ids = index, prompt_ids
         self.tokens: list[int] = []
         self.steps: list[int] = []
+        self.arrivals: list[int] = []
         self.pieces: list[Piece] = []
         self.finish_reason: str | None = None
         self._decode = _token_decoder(tokenizer)
@@ -183,6 +216,18 @@ class _Answer:
         pieces = list(self._pieces(new))
         self.pieces += pieces
         return {"request": self.index, "tokens": len(new), "pieces": pieces}
+
+    def count(self, step: int, output: Any) -> None:
+        """Take the tokens of one step without decoding them."""
+        new = list(output.outputs[0].token_ids)
+        if new:
+            self.tokens += new
+            self.steps.append(len(new))
+            self.arrivals.append(step)
+
+    def measured(self) -> dict[str, Any]:
+        """What the `result` event says of this request where time is measured."""
+        return {"token_ids": self.tokens, "steps": self.steps, "arrivals": self.arrivals, "prompt_tokens": len(self.prompt_ids)}
 
     def _pieces(self, new: list[int]) -> Iterator[Piece]:
         for i, token in enumerate(new):

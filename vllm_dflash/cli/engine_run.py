@@ -45,12 +45,15 @@ class EngineSpec:
     dtype: str
     engine_args: dict[str, Any]
     local: bool
+    speculative: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further keys of vLLM's speculative config."""
 
 
-def engine_spec(arm: Arm, pair: Pair, dtype: str, **engine_args: Any) -> EngineSpec:
+def engine_spec(arm: Arm, pair: Pair, dtype: str, *, speculative: dict[str, Any] | None = None, **engine_args: Any) -> EngineSpec:
     """Spec of an arm for a checked pair, with the CPU defaults filled in."""
     args = cpu_engine_args(pair.target_config, engine_args)
-    return EngineSpec(arm, pair.target, None if arm == "none" else pair.draft, pair.k, dtype, args, pair.local)
+    draft = None if arm == "none" else pair.draft
+    return EngineSpec(arm, pair.target, draft, pair.k, dtype, args, pair.local, speculative or {})
 
 
 class Child:
@@ -147,16 +150,21 @@ class Engine(Child):
         self._readiness = self._readiness or self.receive()
         return self._readiness
 
-    def run(self, prompts: Sequence[str], *, stream: bool = False, **sampling: Any) -> Iterator[dict[str, Any]]:
+    def run(self, prompts: Sequence[str | list[int]], *, stream: bool = False, **sampling: Any) -> Iterator[dict[str, Any]]:
         """Generate for all prompts in one batch; yields `step` events when streaming, and one `result` at the end.
 
-        `sampling` are vLLM's `SamplingParams`; a chat template is applied where the tokenizer has one.
+        `sampling` are vLLM's `SamplingParams`; a chat template is applied to text where the tokenizer has one.
         """
         self.send({"prompts": list(prompts), "sampling": sampling, "stream": stream})
         while (event := self.receive())["event"] == "step":
             yield event
         yield event
 
-    def generate(self, prompts: Sequence[str], **sampling: Any) -> dict[str, Any]:
+    def generate(self, prompts: Sequence[str | list[int]], **sampling: Any) -> dict[str, Any]:
         """The `result` of `run` without streaming: outputs, seconds and draft counters."""
         return next(self.run(prompts, **sampling))
+
+    def measure(self, prompts: Sequence[str | list[int]], **sampling: Any) -> dict[str, Any]:
+        """The same with nothing but the engine at work, and with the time of every step (`engine_child._measure`)."""
+        self.send({"prompts": list(prompts), "sampling": sampling, "measure": True})
+        return self.receive()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the ``result`` events of one cell to its row: speeds, latencies, acceptance; medians over repetitions with spreads."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+_MARGIN = 2  # steps left out at both ends of the steady state: the last prefill, and results that arrive a step late
+
+
+def run_figures(result: Row) -> Row:
+    """Figures of one repetition.
+
+    ``tok_s_wall``: all output tokens over the whole time, prefill included. ``tok_s``, ``step_ms``: from the step where every
+    request decodes to the first that finishes. ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per
+    output token of a request behind its first. ``draft_ms``: median time of the draft step, where the engine shares our process.
+    """
+    ends, outputs = result["step_ends"], result["outputs"]
+    tokens = sum(len(output["token_ids"]) for output in outputs)
+    row: Row = {"tok_s_wall": tokens / result["seconds"], "tokens": tokens}
+    first = [ends[output["arrivals"][0]] for output in outputs if output["arrivals"]]
+    row["ttft_ms"] = 1e3 * statistics.median(first)
+    per_token = sorted(_time_per_token(output, ends) for output in outputs if len(output["token_ids"]) > output["steps"][0])
+    if per_token:
+        row |= {"tpot_ms": 1e3 * statistics.median(per_token), "tpot_p99_ms": 1e3 * per_token[int(0.99 * (len(per_token) - 1))]}
+    row |= _steady_state(ends, outputs)
+    if result["drafts"]:
+        row["acceptance_length"] = 1 + result["accepted"] / result["drafts"]
+    for key in ("draft_ms", "graph_steps", "eager_steps", "jit_compiles"):
+        if result.get(key) is not None:
+            row[key] = result[key]
+    return row
+
+
+def _time_per_token(output: Row, ends: Sequence[float]) -> float:
+    arrivals, steps = output["arrivals"], output["steps"]
+    return float((ends[arrivals[-1]] - ends[arrivals[0]]) / (len(output["token_ids"]) - steps[0]))
+
+
+def _steady_state(ends: Sequence[float], outputs: Sequence[Row]) -> Row:
+    begin = max(output["arrivals"][0] for output in outputs) + _MARGIN
+    end = min(output["arrivals"][-1] for output in outputs) - _MARGIN
+    if end - begin < _MARGIN:
+        return {}
+    seconds = ends[end] - ends[begin]
+    tokens = sum(
+        count
+        for output in outputs
+        for step, count in zip(output["arrivals"], output["steps"], strict=True)
+        if begin < step <= end
+    )
+    return {"tok_s": tokens / seconds, "step_ms": 1e3 * seconds / (end - begin), "steady_steps": end - begin}
+
+
+def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
+    """One row from all repetitions of a cell; ``plain`` are the results without speculation on the same prompts, if there are."""
+    runs = [run_figures(result) for result in results]
+    row: Row = {"repeats": len(runs)}
+    for key in dict.fromkeys(key for run in runs for key in run):
+        values = [run[key] for run in runs if key in run]
+        if key in ("tokens", "graph_steps", "eager_steps", "steady_steps", "jit_compiles"):
+            row[key] = sum(values)
+            continue
+        row[key] = statistics.median(values)
+        row[f"{key}_spread"] = (max(values) - min(values)) / row[key] if row[key] else 0.0
+    drafts = sum(result["drafts"] for result in results)
+    if drafts:
+        row["acceptance_length"] = 1 + sum(result["accepted"] for result in results) / drafts
+        columns = zip(*(result["accepted_per_position"] for result in results), strict=True)
+        row["acceptance_per_position"] = [round(sum(column) / drafts, 4) for column in columns]
+    if plain is not None:
+        pairs = list(zip(_tokens(results), _tokens(plain), strict=True))
+        row |= {"same_tokens": sum(a == b for a, b in pairs), "answers": len(pairs)}
+    return row
+
+
+def _tokens(results: Sequence[Row]) -> list[list[int]]:
+    return [output["token_ids"] for result in results for output in result["outputs"]]

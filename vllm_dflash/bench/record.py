@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON file of a benchmark: where the figures come from, and the rows."""
+
+import datetime as dt
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_dflash.bench.figures import Row
+from vllm_dflash.cli.demo_report import versions
+from vllm_dflash.cli.machine import on_cpu
+from vllm_dflash.cli.probes import hardware
+
+COMMIT = "DFLASH_COMMIT"
+"""Environment variable that names the commit where the code has no history."""
+
+
+def provenance(**facts: Any) -> Row:
+    """Versions, hardware, command, commit and date, and what else the caller knows."""
+    found: Row = {"versions": versions(), "hardware": hardware(), "commit": _commit()}
+    if not on_cpu():
+        import torch
+
+        found["gpu"] = torch.cuda.get_device_name()
+    command = " ".join(["vllm-dflash", *sys.argv[1:]])
+    return found | {"command": command, "date": dt.datetime.now(tz=dt.timezone.utc).isoformat(timespec="seconds"), **facts}
+
+
+def _commit() -> str:
+    if given := os.environ.get(COMMIT):
+        return given
+    try:
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def save(path: Path, rows: list[Row], origin: Row) -> None:
+    """Write the file whole, so that a run that is stopped leaves the cells it has finished."""
+    staging = path.with_name(path.name + ".part")
+    staging.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    staging.replace(path)
