@@ -11,15 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout has the package beside this folder
-from dflash_kernels import block_attention as module
-from dflash_kernels.block_attention import AttentionWorkspace, block_attention
+from dflash_kernels.block_attention import AttentionWorkspace, Tuning, block_attention
 from harness import Case, main
 
+DEFAULT_TUNING = Tuning()
 NUM_QUERY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE = 16, 32, 8, 128, 16
 
 
@@ -29,7 +28,7 @@ class _Inputs(NamedTuple):
     num_bytes: int
 
 
-def _inputs(num_reqs: int, num_keys: int, window: int | None, dtype: torch.dtype, capacity: int) -> _Inputs:
+def make_inputs(num_reqs: int, num_keys: int, window: int | None, dtype: torch.dtype, capacity: int) -> _Inputs:
     """Scattered pages; the table is as wide as the engine's `max_model_len` would make it."""
     device = torch.device("cuda")
     per_req = -(-num_keys // KV_BLOCK_SIZE)
@@ -48,11 +47,12 @@ def _inputs(num_reqs: int, num_keys: int, window: int | None, dtype: torch.dtype
     return _Inputs((q, keys, values, table, lens), name, num_bytes)
 
 
-def _kernel(inputs: _Inputs, window: int | None, capacity: int, arm: str = "kernel") -> Case:
+def kernel_case(inputs: _Inputs, window: int | None, capacity: int, arm: str = "kernel", tuning: Tuning = DEFAULT_TUNING) -> Case:
+    """The op over `inputs` as one arm of a table."""
     q, keys = inputs.args[:2]
     workspace = AttentionWorkspace(
         max_num_reqs=q.shape[0] // NUM_QUERY, num_query_per_req=NUM_QUERY, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM, max_seq_len=capacity, device=q.device,
+        head_dim=HEAD_DIM, max_seq_len=capacity, device=q.device, tuning=tuning,
     )  # fmt: skip
     scales = {name: torch.ones(1, device=q.device) for name in ("k_scale", "v_scale")} if keys.dtype != q.dtype else {}
     options: dict[str, Any] = {"num_query_per_req": NUM_QUERY, "scale": HEAD_DIM**-0.5, "workspace": workspace, "window": window}
@@ -64,8 +64,8 @@ def _cases(
     num_reqs: int, num_keys: int, *, window: int | None = None, dtype: torch.dtype = torch.bfloat16, capacity: int = 40960
 ) -> Iterator[Case]:
     """Kernel and torch on the same lengths."""
-    inputs = _inputs(num_reqs, num_keys, window, dtype, capacity)
-    yield _kernel(inputs, window, capacity)
+    inputs = make_inputs(num_reqs, num_keys, window, dtype, capacity)
+    yield kernel_case(inputs, window, capacity)
     if window is not None or dtype != torch.bfloat16:
         return
     q, keys, values, table, _ = inputs.args
@@ -77,39 +77,6 @@ def _cases(
         torch.nn.functional.scaled_dot_product_attention(rows, *dense, enable_gqa=True)
 
     yield Case("block_attention", inputs.name, "torch", torch_dense, inputs.num_bytes)
-
-
-class _Candidate(NamedTuple):
-    """Launch parameters: keys per tile, stages, programs per multiprocessor, least keys per split, merge tile."""
-
-    keys: int
-    stages: int
-    per_sm: int
-    min_keys: int
-    merge: tuple[int, int] = (8, 4)
-
-
-# The first is what was there before stages and splits were tuned; four warps and 64 packed rows throughout.
-_CANDIDATES = (
-    _Candidate(64, 2, 2, 128), _Candidate(64, 3, 2, 128), _Candidate(64, 5, 2, 64), _Candidate(32, 3, 4, 64),
-    _Candidate(32, 5, 3, 64), _Candidate(32, 5, 3, 128), _Candidate(32, 5, 3, 64, (4, 4)), _Candidate(32, 5, 3, 64, (8, 1)),
-)  # fmt: skip
-
-
-def sweep() -> Iterator[Case]:
-    """Every candidate on batches around the switch between split and unsplit."""
-    for num_reqs, num_keys in ((1, 1024), (8, 600), (8, 1024), (20, 1024), (33, 600), (128, 600)):
-        inputs = _inputs(num_reqs, num_keys, None, torch.bfloat16, 40960)
-        expected = _kernel(inputs, None, 40960).run()
-        for candidate in _CANDIDATES:
-            names = {"PROGRAMS_PER_SM": candidate.per_sm, "MIN_KEYS_PER_SPLIT": candidate.min_keys}
-            names |= dict(zip(("MERGE_SPLITS", "MERGE_HEADS"), candidate.merge, strict=True))
-            tile = module._Tile(rows=64, keys=candidate.keys, warps=4, stages=candidate.stages)
-            with mock.patch.multiple(module, **names, _tile=lambda *_, tile=tile: tile):
-                arm = "/".join(map(str, (*candidate[:4], *candidate.merge)))
-                case = _kernel(inputs, None, 40960, arm)
-                assert (case.run() - expected).abs().max() < 0.02, f"{arm} differs from the default"
-                yield case
 
 
 def cases() -> Iterator[Case]:
@@ -125,4 +92,4 @@ def cases() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    main(cases, sweep)
+    main(cases)

@@ -20,34 +20,55 @@ import triton
 
 from .block_attention_kernel import _block_attention_kernel, _merge_splits_kernel
 
-MAX_SPLITS = 32
-MIN_KEYS_PER_SPLIT = 64  # below this the merge costs more than the keys; a multiple of every BLOCK_N
-PROGRAMS_PER_SM = 3  # what fits beside each other at 128 registers and 65 KiB of shared memory each
-MERGE_SPLITS, MERGE_HEADS = 8, 4  # tile of a merging program: 32 registers per thread at head_dim 128
 _INTERPRETED = not isinstance(_block_attention_kernel, triton.JITFunction)
 _DEFAULT_NUM_SMS = 132  # H100 and H200; used where the device does not say (interpreter)
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+class Tuning(NamedTuple):
+    """Launch parameters; `kernels/benchmarks/sweep_block_attention.py` compares them. Results differ by rounding only.
+
+    At 8 requests (64 programs per split with 8 KV heads, 132 multiprocessors) the splits are a bargain between parallel loads and
+    scratch: each split writes and the merge reads R * Q * Hq * hd numbers, at 1,024 keys and 6 splits in fp32 25 MB beside 34 MB
+    of keys and values. Hence scratch in the query's dtype.
+
+    Attributes:
+        keys: BLOCK_N, keys per step; the address of a key comes from the block table.
+        stages: prefetch depth, shared between two loads: 3 prefetch one tile of keys (and its table entries before that), 5
+            prefetch two. With 2 the table is read in line, 0.6 us per tile. None: 2 where tiles are wide, else 5.
+        warps: per program; None: 8 for 128 packed rows, else 4.
+        programs_per_sm: what splits aim at; 3 fit beside each other at 128 registers and 65 KiB of shared memory each.
+        min_keys: least keys of a split, below which the merge costs more than the keys; a multiple of `keys`.
+        max_splits: most splits per request.
+        merge_splits, merge_heads: tile of a merging program; 8 and 4 are 32 registers per thread at head_dim 128.
+        short_scratch: splits leave their results in the query's dtype; False: in fp32.
+    """
+
+    keys: int = 32
+    stages: int | None = None
+    warps: int | None = None
+    programs_per_sm: int = 3
+    min_keys: int = 64
+    max_splits: int = 32
+    merge_splits: int = 8
+    merge_heads: int = 4
+    short_scratch: bool = True
+
+
 class _Tile(NamedTuple):
     rows: int
-    keys: int
     warps: int
     stages: int
 
 
-def _tile(packed_rows: int, head_dim: int, dtype: torch.dtype) -> _Tile:
-    """Tile of one program: sized for 99 KiB of shared memory, the least among current CUDA devices.
-
-    The address of a key comes from the block table, so stages are shared between two loads: 3 stages prefetch one tile of
-    keys (and its table entries before that), 5 prefetch two. With 2 the table is read in line, 0.6 us per tile.
-    """
+def _tile(packed_rows: int, head_dim: int, dtype: torch.dtype, tuning: Tuning) -> _Tile:
+    """Tile of one program: by default sized for 99 KiB of shared memory, the least among current CUDA devices."""
     wide = head_dim > 128 or dtype == torch.float32
     # More rows spill registers: fp32 products run on plain FMA units, and at head_dim 256 the accumulator is 64 KiB.
     most = 32 if dtype == torch.float32 else 64 if wide else 128
     rows = min(max(16, triton.next_power_of_2(packed_rows)), most)
-    return _Tile(rows=rows, keys=32, warps=8 if rows == 128 else 4, stages=2 if wide else 5)
+    return _Tile(rows, tuning.warps or (8 if rows == 128 else 4), tuning.stages or (2 if wide else 5))
 
 
 class AttentionWorkspace:
@@ -62,6 +83,7 @@ class AttentionWorkspace:
         max_seq_len: most keys that a request can have, the query rows included; bounds the number of splits.
         device: where q lives.
         num_sms: multiprocessors to fill; None asks the device.
+        tuning: launch parameters of all calls.
     """
 
     __slots__ = (
@@ -74,6 +96,7 @@ class AttentionWorkspace:
         "num_kv_heads",
         "num_query_per_req",
         "partial",
+        "tuning",
     )
 
     def __init__(
@@ -87,7 +110,10 @@ class AttentionWorkspace:
         max_seq_len: int,
         device: torch.device | str,
         num_sms: int | None = None,
+        tuning: Tuning = Tuning(),  # noqa: B008  # immutable
     ) -> None:
+        if tuning.min_keys % tuning.keys:
+            raise ValueError(f"tuning: min_keys must be a multiple of keys; got {tuning.min_keys} and {tuning.keys}.")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}. "
@@ -98,6 +124,7 @@ class AttentionWorkspace:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _DEFAULT_NUM_SMS
         self.max_num_reqs, self.num_query_per_req, self.max_seq_len = max_num_reqs, num_query_per_req, max_seq_len
         self.num_heads, self.num_kv_heads, self.head_dim, self._num_sms = num_heads, num_kv_heads, head_dim, num_sms
+        self.tuning = tuning
         splits = ((reqs, self.num_splits(reqs)) for reqs in range(1, max_num_reqs + 1))
         most = max((reqs * count for reqs, count in splits if count > 1), default=0)
         rows = most * num_query_per_req * num_heads
@@ -114,8 +141,8 @@ class AttentionWorkspace:
         keys = self.max_seq_len if window is None else min(self.max_seq_len, window - 1 + self.num_query_per_req)
         packed_rows = self.num_query_per_req * (self.num_heads // self.num_kv_heads)
         programs = num_reqs * self.num_kv_heads * int(triton.cdiv(packed_rows, 128))
-        wanted = PROGRAMS_PER_SM * self._num_sms // programs
-        return max(1, min(wanted, int(triton.cdiv(keys, MIN_KEYS_PER_SPLIT)), MAX_SPLITS))
+        wanted = self.tuning.programs_per_sm * self._num_sms // programs
+        return max(1, min(wanted, int(triton.cdiv(keys, self.tuning.min_keys)), self.tuning.max_splits))
 
 
 def block_attention(
@@ -190,24 +217,26 @@ def _launch(
     num_query, heads, head_dim = workspace.num_query_per_req, workspace.num_heads, workspace.head_dim
     group = heads // workspace.num_kv_heads
     num_reqs = q.shape[0] // num_query
-    tile = _tile(num_query * group, head_dim, q.dtype)
+    tuning = workspace.tuning
+    tile = _tile(num_query * group, head_dim, q.dtype, tuning)
     m_tiles = triton.cdiv(num_query * group, tile.rows)
     splits = workspace.num_splits(num_reqs, window)
     shared = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "NUM_QUERY": num_query}
-    shared |= {"WINDOW": window or 0, "HAS_SINKS": sinks is not None, "MIN_KEYS": MIN_KEYS_PER_SPLIT}
+    shared |= {"WINDOW": window or 0, "HAS_SINKS": sinks is not None, "MIN_KEYS": tuning.min_keys}
+    partial = workspace.partial.view(q.dtype) if tuning.short_scratch else workspace.partial
     _block_attention_kernel[(workspace.num_kv_heads * m_tiles, num_reqs, splits)](
-        q, k_cache, v_cache, block_table, seq_lens, sinks, k_scale, v_scale, out, workspace.partial, workspace.lse,
+        q, k_cache, v_cache, block_table, seq_lens, sinks, k_scale, v_scale, out, partial, workspace.lse,
         scale, softcap, splits,
         q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0), out.stride()[:2],
         GROUP=group, M_TILES=m_tiles, PAGE=k_cache.shape[1], CAUSAL=causal, HAS_SOFTCAP=softcap > 0.0,
         HAS_KV_SCALE=k_scale is not None, SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # concerns fp32 only
-        WIDEN=_INTERPRETED, BLOCK_M=tile.rows, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **shared,
+        WIDEN=_INTERPRETED, BLOCK_M=tile.rows, BLOCK_N=tuning.keys, num_warps=tile.warps, num_stages=tile.stages, **shared,
     )  # fmt: skip
     if splits > 1:
-        grid = (q.shape[0], triton.cdiv(heads, MERGE_HEADS))
-        scratch = (workspace.partial, workspace.lse, seq_lens, sinks)
-        blocks = {"BLOCK_S": MERGE_SPLITS, "BLOCK_H": MERGE_HEADS}
+        grid = (q.shape[0], triton.cdiv(heads, tuning.merge_heads))
+        scratch = (partial, workspace.lse, seq_lens, sinks)
+        blocks = {"BLOCK_S": tuning.merge_splits, "BLOCK_H": tuning.merge_heads}
         _merge_splits_kernel[grid](*scratch, out, heads, splits, out.stride()[:2], **blocks, **shared)
 
 

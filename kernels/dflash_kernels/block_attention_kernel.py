@@ -99,7 +99,7 @@ def _block_attention_kernel(
     k_scale_ptr,  # fp32 [1]
     v_scale_ptr,
     out_ptr,  # [R*Q, Hq, hd]
-    partial_ptr,  # fp32 [num_splits, R*Q, Hq, hd]
+    partial_ptr,  # fp32 or q's dtype [num_splits, R*Q, Hq, hd]
     lse_ptr,  # fp32 [num_splits, R*Q, Hq]
     scale,
     softcap,
@@ -170,7 +170,7 @@ def _block_attention_kernel(
     if SPLIT:
         rows = (tl.program_id(2) * tl.num_programs(1) + request) * NUM_QUERY + query
         at = rows.to(tl.int64) * (tl.num_programs(0) // M_TILES * GROUP) + head
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result.to(partial_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + at, top + tl.log2(total), mask=row_mask)
     else:
         at = token * out_strides[0] + head * out_strides[1]
@@ -179,7 +179,7 @@ def _block_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_splits_kernel(
-    partial_ptr,  # fp32 [num_splits, R*Q, Hq, hd]
+    partial_ptr,  # fp32 or q's dtype [num_splits, R*Q, Hq, hd]
     lse_ptr,  # fp32 [num_splits, R*Q, Hq]
     seq_lens_ptr,  # int32 [R]
     sinks_ptr,  # [Hq]
@@ -218,6 +218,7 @@ def _merge_splits_kernel(
         lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
         partial_mask = live[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         partial = tl.load(partial_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :], mask=partial_mask, other=0.0)
+        partial = partial.to(tl.float32)
         new_top = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(lse - base[None, :])

@@ -17,7 +17,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .draft_head_kernel import _head_tiles_kernel, _logit_tiles_kernel, _pick_winner_kernel
+from .draft_head_kernel import _head_tiles_kernel, _logit_tiles_kernel
+from .draft_head_winner import Winner, combine_shards, pick_winner
+
+__all__ = ["FUSED_MAX_ROWS", "HeadWorkspace", "Winner", "combine_shards", "draft_head", "draft_head_local", "pick_winner"]
 
 
 class _Tile(NamedTuple):
@@ -48,24 +51,6 @@ LOGIT_TILE, LOGIT_WARPS = 8192, 8
 LOGIT_BYTES = 320 << 20
 _STRIDE = 64  # rows of logits start at multiples of this: cuBLAS and the argmax want 16-byte alignment
 _INTERPRETED = not isinstance(_head_tiles_kernel, triton.JITFunction)
-
-
-class Winner(NamedTuple):
-    """Winning token and its logit per sample row.
-
-    Attributes:
-        tokens: int64 `[m]`.
-        values: fp32 `[m]`.
-    """
-
-    tokens: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def empty(cls, num_rows: int, device: torch.device) -> "Winner":
-        """Unwritten outputs for `num_rows` rows."""
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-        return cls(tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
 
 
 class HeadWorkspace:
@@ -115,6 +100,7 @@ def draft_head(
     workspace: HeadWorkspace,
     num_valid: int | None = None,
     d2t: torch.Tensor | None = None,
+    target_ids: torch.Tensor | None = None,
     method: str = "auto",
     out: Winner | None = None,
 ) -> Winner:
@@ -126,11 +112,12 @@ def draft_head(
         workspace: scratch for at least m rows and V vocabulary rows.
         num_valid: rows of `weight` from here on are padding and never win; None: all V are real.
         d2t: int64 `[num_valid]`, offsets from a reduced draft vocabulary: `target = draft + d2t[draft]`.
+        target_ids: int64 `[num_valid]`, the same as a table: `target = target_ids[draft]`. One of the two at most.
         method: "fused", "matmul" (cuBLAS and an argmax), or "auto": the faster one by `FUSED_MAX_ROWS`.
         out: tensors to write; allocated where None.
 
     Returns:
-        `Winner`: target tokens (draft tokens without d2t) and their raw logits. NaN logits count as -inf, so that a
+        `Winner`: target tokens (draft tokens without a map) and their raw logits. NaN logits count as -inf, so that a
         token is always inside the vocabulary.
 
     Raises:
@@ -140,7 +127,8 @@ def draft_head(
     if num_valid < 1:
         raise ValueError(f"num_valid must be at least 1; got {num_valid}. Only draft_head_local takes an empty shard.")
     num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method)
-    return pick_winner(workspace.values, workspace.indices, num_tiles, hidden.shape[0], d2t=d2t, out=out)
+    pairs = (workspace.values, workspace.indices, num_tiles, hidden.shape[0])
+    return pick_winner(*pairs, d2t=d2t, target_ids=target_ids, out=out)
 
 
 def draft_head_local(
@@ -179,70 +167,6 @@ def draft_head_local(
     num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method)
     rows = hidden.shape[0]
     return pick_winner(workspace.values, workspace.indices, num_tiles, rows, vocab_start=vocab_start, out=out)
-
-
-def combine_shards(
-    values: torch.Tensor, tokens: torch.Tensor, *, d2t: torch.Tensor | None = None, out: Winner | None = None
-) -> Winner:
-    """Winner over all ranks of what `draft_head_local` returned.
-
-    Args:
-        values: fp32 `[tp, m]`, contiguous.
-        tokens: int64 `[tp, m]`, contiguous, global indices.
-        d2t: as in `draft_head`, over the whole draft vocabulary.
-        out: tensors to write; allocated where None.
-
-    Returns:
-        `Winner`; the lowest token on ties.
-
-    Raises:
-        ValueError: shapes or dtypes differ from the above.
-    """
-    shapes_fit = values.ndim == 2 and values.shape == tokens.shape and values.is_contiguous() and tokens.is_contiguous()
-    if not shapes_fit or values.dtype != torch.float32 or tokens.dtype != torch.int64:
-        raise ValueError(
-            "combine_shards takes contiguous values fp32 [tp, m] and tokens int64 [tp, m]; got "
-            f"{values.dtype} {list(values.shape)} and {tokens.dtype} {list(tokens.shape)}."
-        )
-    return pick_winner(values, tokens, values.shape[0], values.shape[1], d2t=d2t, out=out)
-
-
-def pick_winner(
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    num_tiles: int,
-    num_rows: int,
-    *,
-    vocab_start: int = 0,
-    d2t: torch.Tensor | None = None,
-    out: Winner | None = None,
-) -> Winner:
-    """Second stage: winner per row over `[num_tiles, num_rows]` pairs (values fp32, indices int32 | int64).
-
-    `vocab_start` is added to the winner, then `d2t` (int64 offsets) is applied. Lowest index on ties.
-    """
-    out = Winner.empty(num_rows, values.device) if out is None else out
-    if out.tokens.shape != (num_rows,) or out.values.shape != (num_rows,) or out.tokens.dtype != torch.int64:
-        raise ValueError(
-            f"out must be int64 tokens [{num_rows}] and fp32 values [{num_rows}]; got {out.tokens.dtype} "
-            f"{list(out.tokens.shape)} and {list(out.values.shape)}. Slice the buffers to the rows of this call."
-        )
-    if d2t is not None and d2t.dtype != torch.int64:
-        raise ValueError(f"d2t must hold int64 offsets; got {d2t.dtype}. Convert it once at load.")
-    if num_rows:
-        _pick_winner_kernel[(num_rows,)](
-            values,
-            indices,
-            d2t,
-            out.tokens,
-            out.values,
-            num_tiles,
-            num_rows,
-            vocab_start,
-            HAS_D2T=d2t is not None,
-            BLOCK_T=triton.next_power_of_2(num_tiles),
-        )
-    return out
 
 
 def _tile_winners(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int, method: str) -> int:

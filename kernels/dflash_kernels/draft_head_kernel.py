@@ -104,18 +104,18 @@ def _logit_tiles_kernel(
 
 @triton.jit(
     do_not_specialize=["num_tiles", "num_rows"],
-    do_not_specialize_on_alignment=["values_ptr", "indices_ptr", "d2t_ptr", "tokens_ptr", "best_ptr"],
+    do_not_specialize_on_alignment=["values_ptr", "indices_ptr", "map_ptr", "tokens_ptr", "best_ptr"],
 )
 def _pick_winner_kernel(
     values_ptr,  # fp32 [num_tiles, m]
     indices_ptr,  # int32 | int64 [num_tiles, m]
-    d2t_ptr,  # int64 offsets
+    map_ptr,  # int64 [draft vocabulary], offsets to target ids or the ids themselves
     tokens_ptr,  # int64 [m]
     best_ptr,  # fp32 [m]
     num_tiles,
     num_rows,
     vocab_start,
-    HAS_D2T: tl.constexpr,
+    MAP: tl.constexpr,  # "offsets", "ids", or "" for none
     BLOCK_T: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -126,7 +126,9 @@ def _pick_winner_kernel(
     best = tl.max(values, 0)
     # A row of -inf has a winner too, its lowest index, so that a token is always inside the vocabulary.
     winner = tl.min(tl.where((values == best) & (tiles < num_tiles), indices, 0x7FFFFFFFFFFFFFFF), 0) + vocab_start
-    if HAS_D2T:
-        winner += tl.load(d2t_ptr + winner)
+    if MAP == "offsets":
+        winner += tl.load(map_ptr + winner)
+    elif MAP == "ids":
+        winner = tl.load(map_ptr + winner)
     tl.store(tokens_ptr + row, winner)
     tl.store(best_ptr + row, best)

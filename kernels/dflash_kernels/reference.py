@@ -7,15 +7,19 @@ from dflash_kernels.reference_compute import (
     draft_head,
     draft_head_local,
 )
-from dflash_kernels.reference_inputs import aux_capture, context_kv, query_block, query_kv
+from dflash_kernels.reference_fp8 import draft_head_fp8, fp8_linear, winner_of_logits
+from dflash_kernels.reference_inputs import context_kv, page_list, query_block, query_kv
 
 __all__ = [
-    "aux_capture",
     "block_attention",
     "combine_shards",
     "context_kv",
     "draft_head",
+    "draft_head_fp8",
     "draft_head_local",
+    "fp8_linear",
+    "page_list",
     "query_block",
     "query_kv",
+    "winner_of_logits",
 ]

@@ -85,12 +85,13 @@ def draft_head(
     workspace: object = None,
     num_valid: int | None = None,
     d2t: torch.Tensor | None = None,
+    target_ids: torch.Tensor | None = None,
     method: str = "auto",
     out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head.draft_head`; see there for shapes and meaning."""
     del workspace, method
-    return _winner(hidden @ weight[:num_valid].T, 0, d2t, out)
+    return _winner(hidden @ weight[:num_valid].T, 0, d2t, target_ids, out)
 
 
 def draft_head_local(
@@ -105,29 +106,43 @@ def draft_head_local(
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head.draft_head_local`; see there for shapes and meaning."""
     del workspace, method
-    return _winner(hidden @ weight[:num_valid].T, vocab_start, None, out)
+    return _winner(hidden @ weight[:num_valid].T, vocab_start, None, None, out)
 
 
 def combine_shards(
-    values: torch.Tensor, tokens: torch.Tensor, *, d2t: torch.Tensor | None = None, out: Winner | None = None
+    values: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    d2t: torch.Tensor | None = None,
+    target_ids: torch.Tensor | None = None,
+    out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head.combine_shards`; see there for shapes and meaning."""
     best = [max(zip(v, (-t for t in ts), strict=True)) for v, ts in zip(values.T.tolist(), tokens.T.tolist(), strict=True)]
     winners = torch.tensor([-token for _, token in best], dtype=torch.int64, device=values.device)
-    return _write(winners, torch.tensor([value for value, _ in best], device=values.device), d2t, out)
+    return _write(winners, torch.tensor([value for value, _ in best], device=values.device), d2t, target_ids, out)
 
 
-def _winner(scores: torch.Tensor, first: int, d2t: torch.Tensor | None, out: Winner | None) -> Winner:
+def _winner(
+    scores: torch.Tensor, first: int, d2t: torch.Tensor | None, target_ids: torch.Tensor | None, out: Winner | None
+) -> Winner:
     """Highest score per row, the lowest column on ties; NaN counts as -inf."""
     scores = torch.where(scores.isnan(), float("-inf"), scores)
     rows = [row.tolist() for row in scores]
     columns = torch.tensor([row.index(max(row)) for row in rows], dtype=torch.int64, device=scores.device)
     values = scores.gather(1, columns[:, None])[:, 0]
-    return _write(columns + first, values, d2t, out)
+    return _write(columns + first, values, d2t, target_ids, out)
 
 
-def _write(tokens: torch.Tensor, values: torch.Tensor, d2t: torch.Tensor | None, out: Winner | None) -> Winner:
+def _write(
+    tokens: torch.Tensor,
+    values: torch.Tensor,
+    d2t: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+    out: Winner | None,
+) -> Winner:
     tokens = tokens if d2t is None else tokens + d2t[tokens]
+    tokens = tokens if target_ids is None else target_ids[tokens]
     if out is None:
         return Winner(tokens, values.float())
     out.tokens.copy_(tokens)

@@ -8,6 +8,7 @@ inputs and caches they give the truth that both the kernel and plain torch are m
 import torch
 
 from dflash_kernels.kv_layout import LayerCaches
+from dflash_kernels.page_list import PageList
 from dflash_kernels.query_layout import PAD_SLOT, DraftBlockTables, QueryBlockBuffers, QueryBlockSpec, TargetStep
 
 
@@ -194,8 +195,12 @@ def query_kv(
     return q_out.copy_(queries.flatten(1))
 
 
-def aux_capture(out: torch.Tensor, index: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-    """Oracle of `dflash_kernels.aux_capture.aux_capture`."""
-    num_rows, hidden_size = hidden.shape
-    total = hidden if residual is None else hidden + residual
-    out[:num_rows, index * hidden_size : (index + 1) * hidden_size] = total.to(out.dtype)
+def page_list(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_block_size: int, out: PageList) -> None:
+    """Oracle of `dflash_kernels.page_list.page_list`; see there for shapes and meaning."""
+    start = 0
+    for request, length in enumerate(seq_lens.tolist()):
+        count = min(-(-length // kv_block_size), block_table.shape[1])
+        out.indptr[request : request + 2] = torch.tensor([start, start + count])
+        out.pages[start : start + count] = block_table[request, :count]
+        out.last_page_len[request] = min(length, count * kv_block_size) - max(count - 1, 0) * kv_block_size
+        start += count

@@ -4,15 +4,16 @@
 import pytest
 import torch
 
-from dflash_kernels import block_attention as module
 from dflash_kernels import reference_compute as reference
-from dflash_kernels.block_attention import AttentionWorkspace, block_attention
+from dflash_kernels.block_attention import AttentionWorkspace, Tuning, block_attention
 
 NUM_PAGES = 48
 ONE_SPLIT, MANY_SPLITS = 1, 1000  # multiprocessors to pretend: decides whether keys are split
 
 
-def make_case(lens, q=3, heads=4, kv_heads=2, head_dim=64, page=16, dtype=torch.float32, device="cpu", sms=ONE_SPLIT, seed=0):
+def make_case(
+    lens, q=3, heads=4, kv_heads=2, head_dim=64, page=16, dtype=torch.float32, device="cpu", sms=ONE_SPLIT, seed=0, tuning=None
+):
     """Positional and keyword arguments of a call; pages are scattered, and every slot holds finite numbers."""
     generator = torch.Generator().manual_seed(seed)
     per_req = max(1, -(-max(lens) // page))
@@ -23,7 +24,8 @@ def make_case(lens, q=3, heads=4, kv_heads=2, head_dim=64, page=16, dtype=torch.
     table = order.view(len(lens), per_req).int().to(device)
     args = [query.to(device, dtype), *kv.to(device, dtype), table, torch.tensor(lens, dtype=torch.int32, device=device)]
     geometry = {"num_query_per_req": q, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    workspace = AttentionWorkspace(max_num_reqs=len(lens), max_seq_len=max(256, *lens), device=device, num_sms=sms, **geometry)
+    geometry |= {"max_num_reqs": len(lens), "max_seq_len": max(256, *lens)}
+    workspace = AttentionWorkspace(device=device, num_sms=sms, tuning=tuning or Tuning(), **geometry)
     # Scratch is garbage at first: whatever reads a split that nobody wrote turns into NaN.
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
@@ -77,12 +79,30 @@ def test_split_window(device, assert_accurate):
     check(args, kwargs | {"window": 200, "causal": True}, assert_accurate)
 
 
-def test_merge_of_more_splits_than_one_step(device, assert_accurate, monkeypatch):
+def test_merge_of_more_splits_than_one_step(device, assert_accurate):
     """Breaks when the merge stops after its first step or weighs a later one by its own maximum."""
-    monkeypatch.setattr(module, "MERGE_SPLITS", 2)
-    args, kwargs = make_case((250, 70), q=2, heads=5, kv_heads=1, device=device, sms=MANY_SPLITS)
+    tuning = Tuning(merge_splits=2)
+    args, kwargs = make_case((250, 70), q=2, heads=5, kv_heads=1, device=device, sms=MANY_SPLITS, tuning=tuning)
     assert kwargs["workspace"].num_splits(2) > 2
     check(args, kwargs, assert_accurate)
+
+
+@pytest.mark.parametrize(
+    "tuning", [Tuning(keys=64, stages=2, warps=8, min_keys=128), Tuning(short_scratch=False, merge_splits=4, merge_heads=1)]
+)
+def test_other_launch_parameters(tuning, device, assert_accurate):
+    """Breaks when a launch parameter changes more than rounding, so that a sweep compares different results."""
+    args, kwargs = make_case(
+        (140,), q=3, heads=2, kv_heads=1, dtype=torch.bfloat16, device=device, sms=MANY_SPLITS, tuning=tuning
+    )
+    assert kwargs["workspace"].num_splits(1) > 1
+    check(args, kwargs, assert_accurate)
+
+
+def test_splits_must_hold_whole_tiles():
+    """Breaks when keys between two splits are read by both."""
+    with pytest.raises(ValueError, match="multiple of keys; got 96 and 64"):
+        make_case((20,), tuning=Tuning(keys=64, min_keys=96))
 
 
 def test_causal_rows_ignore_later_rows(device):

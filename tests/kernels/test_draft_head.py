@@ -101,13 +101,16 @@ def test_auto_switches_by_rows(device, monkeypatch):
     assert used == ["_fused_tiles", "_matmul_tiles"]
 
 
-def test_reduced_vocabulary_is_mapped(device):
-    """Breaks when d2t is read as target ids instead of offsets, or applied to the wrong token."""
+@pytest.mark.parametrize("op", [draft_head, reference.draft_head])
+def test_reduced_vocabulary_is_mapped(op, device):
+    """Breaks when offsets are read as target ids or the other way round, or a map is applied to the wrong token."""
     hidden, weight, workspace = make_case(5, 200, 64, device=device)
-    plain = draft_head(hidden, weight, workspace=workspace).tokens
+    plain = op(hidden, weight, workspace=workspace).tokens
     d2t = 3 * torch.arange(200, device=device) + 11
-    mapped = draft_head(hidden, weight, workspace=workspace, d2t=d2t).tokens
+    mapped = op(hidden, weight, workspace=workspace, d2t=d2t).tokens
     assert mapped.tolist() == [4 * token + 11 for token in plain.tolist()]
+    ids = torch.randperm(1000, device=device)[:200]
+    assert op(hidden, weight, workspace=workspace, target_ids=ids).tokens.tolist() == ids[plain].tolist()
 
 
 def test_shards_combine_to_the_whole(device):
@@ -129,6 +132,9 @@ def test_shards_combine_to_the_whole(device):
     oracle = reference.combine_shards(values, tokens, d2t=d2t)
     assert torch.equal(winner.tokens, oracle.tokens)
     assert torch.equal(winner.values, oracle.values)
+    ids = torch.arange(1000, 750, -1, device=device)
+    for combine in (combine_shards, reference.combine_shards):
+        assert torch.equal(combine(values, tokens, target_ids=ids).tokens, ids[expected.tokens])
 
 
 def test_local_matches_oracle(device):
@@ -186,6 +192,8 @@ def test_graph_replay_reads_new_states(method, device):
         ({"num_valid": 0}, "num_valid must be at least 1"),
         ({"method": "cublas"}, "method must be"),
         ({"d2t": torch.zeros(200, dtype=torch.int32)}, "d2t must hold int64 offsets"),
+        ({"target_ids": torch.zeros(200, dtype=torch.int32)}, "target_ids must hold int64 ids, contiguous"),
+        ({"d2t": torch.zeros(200).long(), "target_ids": torch.zeros(200).long()}, "two forms of one map"),
         ({"out": Winner(torch.zeros(3, dtype=torch.int64), torch.zeros(3))}, "out must be int64 tokens"),
     ],
 )
