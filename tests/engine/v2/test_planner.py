@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Widths that change from step to step on Model Runner V2: the text stays, the context stays in step, narrow blocks are whole."""
+
+import random
+
+import pytest
+import torch
+
+K = 7
+AUTO = {"vllm_dflash": {"planner": "auto"}}
+
+
+@pytest.fixture
+def planned(target, make_draft, baseline, engine_of):  # the baseline's engine has to come first
+    """An engine whose planner may choose, and its planner."""
+    from vllm_dflash.engine.planning import planning_of
+
+    engine = engine_of(target, _draft(make_draft), speculative={"num_speculative_tokens": K}, additional_config=AUTO)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    planner = planning_of(scheduler).planner
+    vars(planner).pop("plan", None)
+    return engine, planner
+
+
+_DRAFTS = []
+
+
+def _draft(make_draft):
+    if not _DRAFTS:
+        _DRAFTS.append(make_draft(block=K + 1))
+    return _DRAFTS[0]
+
+
+def force(planner, widths):
+    """Plans with the widths of an iterator, in order."""
+    import numpy as np
+
+    from vllm_dflash.planner.planner import Plan
+
+    def plan(names, _context):
+        width = next(widths)
+        planner.histogram[width] += 1
+        return Plan(width, np.full(len(names), width), 1.0)
+
+    planner.plan = plan
+
+
+def any_width(seed):
+    chooser = random.Random(seed)
+    return iter(lambda: chooser.choice([0, 1, 2, 3, 5, 7]), None)
+
+
+def test_text_is_the_targets_whatever_the_widths(planned, prompts, long_prompts, baseline):
+    """Breaks if a step of another width leaves a hole in a cache, or a draft is verified that was not made in it."""
+    engine, planner = planned
+    force(planner, any_width(1))
+    assert engine.generate(prompts, 14) == baseline(prompts, 14)
+    assert engine.generate(long_prompts, 14) == baseline(long_prompts, 14)
+
+
+def test_drafts_of_any_width_read_a_whole_context(planned, prompts, baseline):
+    """Steps of random widths, none among them, then full ones: their drafts are those of an engine that never changed.
+
+    Breaks if steps without drafts, or narrow ones, do not store the context.
+    """
+    engine, planner = planned
+    force(planner, iter(lambda: K, None))
+    steady = engine.watch(prompts)
+    engine.generate(prompts, 18)
+    early = set()
+    mixed = engine.watch(prompts)
+
+    def widths():
+        yield from [1, 0, 0, 3, 2, 0, K, 1, 5]
+        early.update(mixed)
+        while True:
+            yield K
+
+    force(planner, widths())
+    assert engine.generate(prompts, 18) == baseline(prompts, 18)
+    later = [key for key in mixed if key not in early and key in steady]
+    assert len(later) >= 20
+    assert {key: mixed[key] for key in later} == {key: steady[key] for key in later}
+
+
+def test_a_narrow_step_runs_a_narrow_block(planned, prompts):
+    """A step of width 3 is a block of 4 rows, not a wide one that is cut, and one of width 0 is none.
+
+    Breaks if the width reaches the runner but not the draft pass.
+    """
+    engine, planner = planned
+    shapes = engine.speculator.buffers.shapes
+    assert list(shapes) == [3, 7]
+    assert [shape.num_query_per_req for shape in shapes.values()] == [4, 8]
+    seen = []
+    original = type(engine.speculator.draft_pass).run.__get__(engine.speculator.draft_pass)
+
+    def run(num_reqs, *args, shape=None, **kwargs):
+        seen.append(shape.num_query_per_req)
+        return original(num_reqs, *args, shape=shape, **kwargs)
+
+    engine.speculator.draft_pass.run = run
+    try:
+        for width, rows in ((2, 4), (3, 4), (5, 8), (7, 8)):
+            seen.clear()
+            force(planner, iter(lambda width=width: width, None))
+            engine.generate(prompts[:2], 6)
+            assert set(seen) == {rows}
+        seen.clear()
+        force(planner, iter(lambda: 0, None))
+        engine.generate(prompts[:2], 6)
+        assert not seen
+    finally:
+        del engine.speculator.draft_pass.run
+
+
+def test_replays_of_every_width_propose_what_eager_steps_do(planned, prompts, baseline, monkeypatch):
+    """Every step runs padded to four requests, as a replay would, steps without drafts too, over what earlier steps left.
+
+    Breaks if a narrow graph reads rows that its step did not write, or one of a width is replayed for another.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_dflash.engine.graphs import CONTEXT_ONLY, DraftGraphManager
+
+    engine, planner = planned
+    speculator = engine.speculator
+    force(planner, any_width(5))
+    eager = engine.watch(prompts)
+    assert engine.generate(prompts, 12) == baseline(prompts, 12)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda *_: None)
+    manager = DraftGraphManager(speculator.vllm_config, torch.device("cpu"), K + 1, (4,), (CONTEXT_ONLY, 4))
+    manager._graphs_captured = True
+    replayed = []
+
+    def replay(desc):
+        replayed.append(desc.uniform_token_count)
+        if desc.uniform_token_count == CONTEXT_ONLY:
+            speculator.draft_pass.store_staged(desc.num_reqs)
+            return
+        shape = next(s for s in speculator.buffers.shapes.values() if s.num_query_per_req == desc.uniform_token_count)
+        bound = torch.full((desc.num_reqs,), speculator.max_model_len, dtype=torch.int32)
+        metadata = speculator.attention.build(
+            desc.num_reqs, speculator.max_model_len, bound, capture=False, num_query=shape.num_query_per_req
+        )
+        speculator.draft_pass.run(desc.num_reqs, shape.graph_context_rows(desc.num_reqs), metadata, shape=shape)
+
+    manager.run_fullgraph = replay
+    speculator.graphs, before = manager, speculator.graphs
+    try:
+        force(planner, any_width(5))
+        padded = engine.watch(prompts)
+        assert engine.generate(prompts, 12) == baseline(prompts, 12)
+        assert padded == eager
+        assert {CONTEXT_ONLY, 4, 8} == set(replayed)
+    finally:
+        speculator.graphs = before
+
+
+def test_the_planner_is_off_where_it_is_told_to_be(engine):
+    """Breaks if the option does not reach vLLM's configuration: K then stays what it is."""
+    from vllm_dflash.engine.planning import planning_of, why_fixed
+
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    assert planning_of(scheduler) is None
+    assert "planner" in why_fixed(scheduler.vllm_config)
+    assert scheduler.dynamic_sd_lookup is None

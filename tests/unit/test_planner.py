@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner on synthetic cost curves, where the right choice is known."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from vllm_dflash.planner.acceptance import AcceptanceStats
+from vllm_dflash.planner.costs import RowCurve, StepCosts
+from vllm_dflash.planner.planner import Planner, fitted_plan, schedule_of, uniform_rates, widths_up_to
+
+H200 = {"base": 5.3e-3, "knee": 184, "draft": 1.1e-3}
+CPU = {"base": 28e-3, "knee": 8, "draft": 6e-3}
+TINY = {"base": 28e-3, "knee": 5, "draft": 6e-3}
+SMALL = {"base": 28e-3, "knee": 24, "draft": 6e-3}
+
+
+def truth(machine, verify_rows, query_rows):
+    """Seconds of a step on a machine that is bound by weights up to a knee, then by arithmetic."""
+    verify = machine["base"] * max(1.0, verify_rows / machine["knee"])
+    return verify + (machine["draft"] * max(1.0, query_rows / machine["knee"]) if query_rows else 0.0)
+
+
+class World:
+    """Requests with fixed acceptance per position on a machine; steps are timed and drafts accepted at random."""
+
+    def __init__(self, planner, machine, noise=0.0, seed=0):
+        self.planner, self.machine, self.noise = planner, machine, noise
+        self.random = np.random.default_rng(seed)
+        self.tokens = self.seconds = 0.0
+
+    def run(self, rates, steps, context=0):
+        """``rates``: acceptance given that all before were accepted, by request. The widths chosen, probes left out."""
+        names, chosen = [f"r{i}" for i in range(len(rates))], []
+        for _ in range(steps):
+            plan = self.planner.plan(names, context)
+            if not plan.probe:
+                chosen.append(plan.width)
+            accepted = [int(min(self.random.geometric(1 - r) - 1, n)) for r, n in zip(rates, plan.lengths, strict=True)]
+            drafting = int((plan.lengths > 0).sum())
+            rows, query = len(names) + int(plan.lengths.sum()), drafting * (plan.width + 1)
+            seconds = truth(self.machine, rows, query) * (1 + self.noise * self.random.standard_normal())
+            self.planner.costs.observe(rows, query, context, max(seconds, 1e-4))
+            if query:
+                self.planner.costs.observe_draft(query, truth(self.machine, 0, query) - self.machine["base"])
+            some = [i for i, n in enumerate(plan.lengths) if n]
+            self.planner.observe([names[i] for i in some], plan.lengths[some], [accepted[i] for i in some])
+            self.tokens += len(names) + sum(accepted)
+            self.seconds += seconds
+        return chosen
+
+    def rate_of(self, rates, width):
+        """Tokens per second with a fixed width."""
+        tokens = len(rates) + sum(r**j for r in rates for j in range(1, width + 1))
+        return tokens / truth(self.machine, len(rates) * (1 + width), len(rates) * (width + 1) if width else 0)
+
+
+def planner_for(machine, max_width=15, *, per_request=False):
+    return Planner(widths_up_to(max_width), StepCosts(machine["knee"]), lambda w: w + 1, per_request=per_request)
+
+
+def learnt(machine, rows=range(1, 400)):
+    costs = StepCosts(machine["knee"])
+    for n in rows:
+        for _ in range(3):
+            costs.observe_draft(n, truth(machine, 0, n) - machine["base"])
+            costs.observe(n, 0, 0, truth(machine, n, 0))
+    return costs
+
+
+@pytest.mark.parametrize("query_rows", [0, 1, 4])
+def test_lengths_are_optimal(query_rows):
+    """Breaks if a combination of lengths promises more than the one chosen: every combination of small batches is tried.
+
+    Exactly the best where drafting is free; where each drafting request pays for its rows, within 1 %.
+    """
+    costs, random = learnt(TINY, range(1, 40)), np.random.default_rng(1)
+    some_are_cut = False
+    for _ in range(12):
+        survival = np.cumprod(random.uniform(0.05, 0.98, (3, 3)), axis=1)
+
+        def rate(lengths, survival=survival):
+            drafting = sum(n > 0 for n in lengths)
+            tokens = 3 + sum(survival[r, :n].sum() for r, n in enumerate(lengths))
+            return tokens / float(costs.seconds(3 + sum(lengths), drafting * query_rows, 0))
+
+        for width in (1, 2, 3):
+            best = max(rate(lengths) for lengths in itertools.product(range(width + 1), repeat=3))
+            plan = fitted_plan(survival, width, costs, query_rows, 0)
+            assert plan.rate == pytest.approx(rate(plan.lengths))
+            some_are_cut |= 0 < plan.lengths.sum() < 3 * width and len(set(plan.lengths)) > 1
+            assert plan.rate >= (1 - 1e-9 if query_rows == 0 else 0.99) * best
+            alike = uniform_rates(survival, np.array([width]), costs, np.array([query_rows]), 0)
+            assert alike == pytest.approx(rate([width] * 3))
+    assert some_are_cut
+
+
+def settled(machine, rates, steps=300, **options):
+    world = World(planner_for(machine, **options), machine)
+    return world.run(rates, steps)[-1]
+
+
+def test_more_load_is_not_wider_and_more_acceptance_is_not_narrower():
+    """Breaks if the planner reacts to load or acceptance the wrong way round."""
+    by_load = [settled(H200, [0.86] * n) for n in (1, 8, 32, 64, 128, 256)]
+    assert by_load == sorted(by_load, reverse=True)
+    assert by_load[0] == 15
+    assert by_load[-1] <= 5
+    by_acceptance = [settled(H200, [rate] * 32) for rate in (0.01, 0.4, 0.7, 0.86, 0.95)]
+    assert by_acceptance == sorted(by_acceptance)
+    assert by_acceptance[0] == 0
+
+
+@pytest.mark.parametrize(("machine", "width"), [(H200, 15), (CPU, 7)], ids=["H200", "CPU"])
+@pytest.mark.parametrize(("acceptance", "requests"), [(0.02, 1), (0.02, 64), (0.6, 16), (0.77, 64), (0.9, 1), (0.9, 64)])
+def test_throughput_is_close_to_the_best_fixed_width(machine, width, acceptance, requests):
+    """Breaks if learning, margin and probes together cost more than the 3 % that are promised. Timing noise is 5 %."""
+    planner = planner_for(machine, width)
+    world = World(planner, machine, noise=0.05)
+    rates = [acceptance] * requests
+    world.run(rates, 120)  # start
+    world.tokens = world.seconds = 0.0
+    world.run(rates, 600)
+    best = max(world.rate_of(rates, w) for w in range(width + 1))
+    ladder = max(world.rate_of(rates, w) for w in planner.widths)
+    assert ladder > 0.95 * best
+    assert world.tokens / world.seconds > 0.97 * ladder
+
+
+def test_requests_of_a_batch_get_what_suits_each():
+    """Breaks if hopeless requests are verified along with good ones, or good ones are held back by them."""
+    planner = planner_for(SMALL, 7, per_request=True)
+    world = World(planner, SMALL)
+    world.run([0.02] * 4 + [0.95] * 4, 200)
+    lengths = planner.plan([f"r{i}" for i in range(8)], 0).lengths
+    assert lengths[:4].max() <= 1
+    assert lengths[4:].min() >= 3
+
+
+def test_noise_does_not_change_the_width_and_load_does_at_once():
+    """Breaks if two widths that are as good within the noise of timing take turns, or a jump of the load waits for its turn."""
+    planner = planner_for(H200, 3)
+    promised = iter([[1.0, 1.0, 1.0, 1.0], *[[1.0, 1.018, 1.0, 1.015], [1.012, 1.0, 1.019, 1.0]] * 20])
+    assert {planner._hold(np.array(rates)) for rates in promised} == {0}
+    planner._since_change = 100
+    assert planner._hold(np.array([1.0, 1.0, 1.05, 1.0])) == 2
+    assert planner._hold(np.array([1.0, 1.05, 1.0, 1.0])) == 2  # too soon after the last change
+    assert planner._hold(np.array([1.0, 1.5, 1.0, 1.0])) == 1
+
+
+def test_the_width_is_steady_under_noisy_times():
+    """Breaks if learning chases single steps."""
+    world = World(planner_for(H200), H200, noise=0.1)
+    world.run([0.64] * 24, 200)  # 5 and 7 are within 1 % of each other here
+    chosen = world.run([0.64] * 24, 300)
+    assert sum(a != b for a, b in itertools.pairwise(chosen)) <= 3
+
+
+@pytest.mark.parametrize("per_request", [False, True])
+@pytest.mark.parametrize("requests", [1, 32])
+def test_drafting_comes_back(requests, per_request):
+    """Breaks if requests that stopped drafting are never tried again: the text may turn easy."""
+    world = World(planner_for(H200, per_request=per_request), H200)
+    assert world.run([0.01] * requests, 400)[-1] == 0
+    chosen = world.run([0.9] * requests, 600)
+    assert chosen[-1] >= 5
+    assert next(i for i, width in enumerate(chosen) if width >= 5) < 400
+
+
+def test_a_step_that_never_ran_is_priced_by_its_neighbours():
+    """Breaks if corrections leak across the row axis, or more rows become cheaper."""
+    curve = RowCurve(184)
+    for _ in range(10):
+        curve.observe(512, 10e-3)
+        curve.observe(64, 4e-3)
+    found = curve([1, 32, 64, 128, 256, 512, 1024])
+    assert (np.diff(found) >= 0).all()
+    assert found[2] == pytest.approx(4e-3, rel=0.05)
+    assert found[5] == pytest.approx(10e-3, rel=0.05)
+    assert found[1] == pytest.approx(4e-3, rel=0.2)
+    curve.observe(512, 1.0)  # one stall
+    assert curve(512) < 12e-3
+    curve.observe(16, 1.0)  # and one where nothing else is known: it may not lift what lies above
+    assert curve(64) < 8e-3
+
+
+def test_vllm_is_told_every_width():
+    """Breaks if a width has no place in the table that vLLM makes graphs from, or the table has holes."""
+    for limit in (1, 3, 8, 300):
+        table = schedule_of(15, limit)
+        assert {width for _, _, width in table} == set(widths_up_to(15, limit))
+        assert [first for first, _, _ in table] == [1, *(last + 1 for _, last, _ in table[:-1])]
+        assert table[-1][1] == limit
+        assert all(first <= last for first, last, _ in table)
+
+
+def test_long_contexts_raise_the_price_of_every_row_count():
+    """Breaks if context is not priced apart: the same step over longer contexts would look like dearer rows."""
+    costs, random = StepCosts(184), np.random.default_rng(0)
+    for step in range(400):
+        context = 1000 + 100 * step
+        rows = 64 if step % 2 else 8
+        costs.observe(rows, 0, context, (5e-3 + context * 1e-7) * (1 + 0.01 * random.standard_normal()))
+    assert float(costs.seconds(64, 0, 30_000)) == pytest.approx(8e-3, rel=0.15)
+    assert float(costs.seconds(64, 0, 200_000) - costs.seconds(64, 0, 40_000)) == pytest.approx(16e-3, rel=0.25)
+
+
+def test_acceptance_is_shrunk_to_the_population_and_forgets():
+    """Breaks if a request is judged by a single step, by another request's, or forever by its past."""
+    stats = AcceptanceStats(3)
+    for _ in range(200):
+        stats.observe(["good"], [3], [3])
+    assert stats.survival(["good"])[0, 2] > 0.95
+    assert stats.survival(["new"])[0, 2] > 0.9
+    stats.observe(["new"], [3], [0])
+    assert 0.6 < stats.survival(["new"])[0, 0] < 0.9
+    for _ in range(60):
+        stats.observe(["good"], [3], [0])
+    assert stats.survival(["good"])[0, 0] < 0.15
+    stats.forget(["good", "new", "unknown"])
+    assert stats.survival(["good"])[0, 0] == stats.survival(["other"])[0, 0]
+
+
+def test_widths_have_both_ends_and_respect_the_limit():
+    """Breaks if the ladder loses no speculation or the width that the user asked for."""
+    assert widths_up_to(15) == (0, 1, 2, 3, 5, 7, 11, 15)
+    assert widths_up_to(4) == (0, 1, 2, 3, 4)
+    assert widths_up_to(15, 3)[0] == 0
+    assert widths_up_to(15, 3)[-1] == 15
+    assert widths_up_to(15, 1) == (15,)

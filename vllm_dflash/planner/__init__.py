@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens to draft and to verify in the next step, so that speculation is never slower than none.
+
+Plain Python and numpy; the engine's side is in ``engine/planning.py``. The formula is on one page: ``docs/planner.md``.
+
+============== =================================================================
+acceptance.py  how likely each request's next drafts survive, from its history
+costs.py       what a step costs by its rows, from observed times
+planner.py     the choice: best rate, held steady, probed now and then
+measured.py    draft times on their way from the worker to the planner
+============== =================================================================
+
+Nothing here sees a draft token or its probability, so that no choice can bias what is accepted.
+"""

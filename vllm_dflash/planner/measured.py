@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of draft passes, handed from the worker that runs them to the planner beside the scheduler.
+
+Both live in one process unless the engine runs several workers; then nothing arrives and the planner splits whole steps by its
+prior. Bounded: a planner that is switched off never reads it.
+"""
+
+from collections import deque
+
+_PASSES: deque[tuple[int, float]] = deque(maxlen=1024)
+
+
+def record_draft(query_rows: int, seconds: float) -> None:
+    """One draft pass over ``query_rows`` rows took ``seconds``."""
+    _PASSES.append((query_rows, seconds))
+
+
+def take_drafts() -> list[tuple[int, float]]:
+    """All (query rows, seconds) since the last call."""
+    taken = list(_PASSES)
+    _PASSES.clear()
+    return taken
