@@ -47,8 +47,40 @@ class PluginOptions:
         "Requests with more context are decoded without drafts (null: up to the length that the draft was trained for).",
         least=1,
     )
+    draft_weights: str = _option(
+        "auto",
+        '"auto", "checkpoint", "fp8", "int8"',
+        "Precision of the draft's linear layers. fp8 (GPUs) and int8 (CPUs) are made while loading from a 16- or 32-bit "
+        "checkpoint; auto times fp8 at start-up and keeps it where it is faster (CPUs: checkpoint).",
+        choices=("auto", "checkpoint", "fp8", "int8"),
+    )
+    draft_head: str = _option(
+        "auto",
+        '"auto", "full", "small"',
+        "LM head that drafts come from. full: the target's. small: a private fp8 copy of `draft_head_rows` rows, those of the "
+        "most frequent tokens. auto: on GPUs the faster of full and an fp8 copy, which has the rows of a calibrated list "
+        "beside the draft, else all rows (CPUs: full).",
+        choices=("auto", "full", "small"),
+    )
+    draft_head_rows: int = _option(32768, "rows", "Rows of a small draft head, 0.13 GiB at 32768 and hidden size 4096.", least=8)
+    draft_head_list: str | None = _option(
+        None, "path, or null", "Row list made by `vllm-dflash calibrate` (null: the one beside the draft, else merge order)."
+    )
+    planner: str = _option(
+        "auto",
+        '"auto", "off"',
+        "auto: draft width and verify lengths follow load and acceptance, up to `num_speculative_tokens` and down to none, so "
+        "that speculation is never slower than none. off: always `num_speculative_tokens`.",
+        choices=("auto", "off"),
+    )
     watchdog: bool = _option(
         True, "true, false", "Watch acceptance and warn once, with figures and likely causes, when it is low."
+    )
+    self_check: bool = _option(
+        False,
+        "true, false",
+        "For a suspected fault: draft some steps of the first cold request again, and again with its context's K/V computed "
+        "anew; one log line says whether that changes drafts. Slows those steps down.",
     )
 
     def given(self) -> dict[str, Any]:
@@ -66,7 +98,7 @@ def read_options(additional_config: Any) -> PluginOptions:
     section = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(section, Mapping):
         raise OptionsError(
-            f'additional_config["{SECTION}"]: found {type(section).__name__}; expected an object such as {{"draft_window": 4096}}.'
+            f'additional_config["{SECTION}"]: found {type(section).__name__}; expected an object like {{"draft_window": 4096}}.'
         )
     fields = {field.name: field for field in dataclasses.fields(PluginOptions)}
     for name, value in section.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target and a draft as folders that hold config files only: enough for every check before weights are loaded."""
+"""A target and a draft as folders without a tensor: enough for every check before weights are loaded."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,9 @@ TOKENIZER = {
 
 
 def write_folder(folder: Path, config: Any, tokenizer: dict[str, Any] | None = None) -> str:
-    """Write a checkpoint folder; `config` is dumped as JSON, or written as it is when it is text."""
+    """Write a checkpoint folder; `config` is dumped as JSON, or written as it is when it is text. Its weights are no tensors."""
     folder.mkdir()
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -50,7 +50,10 @@ CASES = {
     # block and mask token
     "block size defaults to 16": (zlab("block_size"), {"draft_block_size": 16}),
     "block size in dflash_config": (zlab("block_size", dflash_config__block_size=8), {"draft_block_size": 8}),
-    "dspark spelling": (zlab("block_size", dspark_block_size=7), {"draft_block_size": 7}),
+    "dspark spelling": (
+        zlab("block_size", dspark_block_size=7, sample_from_anchor=True),
+        {"draft_block_size": 7, "max_num_speculative_tokens": 7},
+    ),
     "sampling from the anchor gives one more": (
         zlab(block_size=7, sample_from_anchor=True),
         {"max_num_speculative_tokens": 7, "sample_from_anchor": True},
@@ -112,6 +115,11 @@ ATTENTION_CASES = {
         speculators(transformer_layer_config=SPECULATORS["transformer_layer_config"] | SLIDING5),
         [(2048, True)] * 4 + [(None, False)],
     ),
+    "layers of older configs": (
+        zlab("layer_types", sliding_window=4096, use_sliding_window=True, max_window_layers=3),
+        [(None, False)] * 3 + [(4096, True)] * 2,
+    ),
+    "a window that nobody asks for": (zlab("layer_types", sliding_window=4096), [(None, False)] * 5),
     "window without sliding layers is ignored": (zlab(sliding_window=4096, use_sliding_window=False), [(None, False)] * 5),
 }
 
@@ -188,12 +196,16 @@ ROPE_CASES = {
     ),
     **{
         f"{kind} from the maximum length": (
-            zlab(rope_scaling={"rope_type": kind, "factor": 4.0}),
+            zlab(rope_scaling={"rope_type": kind} | extra),
             1e6,
             True,
-            {"rope_type": kind, "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 40960},
+            {"rope_type": kind, "rope_theta": 1e6, "original_max_position_embeddings": 40960} | extra,
         )
-        for kind in ("yarn", "llama3", "longrope")
+        for kind, extra in {
+            "yarn": {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "longrope": {"long_factor": [2.0], "short_factor": [1.0]},
+        }.items()
     },
     "trained length at the top level wins": (
         zlab("rope_theta", rope_parameters=YARN, original_max_position_embeddings=8192),
@@ -238,6 +250,17 @@ def test_rope_is_the_drafts_own(name):
             "original_max_position_embeddings missing: assumed max_position_embeddings = 40960",
         ),
         (zlab("rms_norm_eps"), "rms_norm_eps missing: assumed 1e-06"),
+        (zlab(block_size=7), "sample_from_anchor missing: assumed false, so that blocks of 7 draft 6 tokens"),
+        (zlab("layer_types", sliding_window=4096), "sliding_window 4096 ignored"),
+        (
+            zlab("layer_types", sliding_window=4096, use_sliding_window=True, max_window_layers=3),
+            "layer_types missing: assumed that layers from max_window_layers = 3 on slide",
+        ),
+        (
+            speculators("sliding_window_non_causal", transformer_layer_config=SPECULATORS["transformer_layer_config"] | SLIDING5),
+            "sliding_window_non_causal missing: assumed false",
+        ),
+        (zlab(final_logit_softcapping=30.0), "final_logit_softcapping ignored"),
         (zlab("max_position_embeddings"), "max_position_embeddings missing: assumed 32768"),
     ],
 )

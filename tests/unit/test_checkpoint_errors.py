@@ -53,6 +53,19 @@ BAD_CONFIGS = {
     "theta zero": (zlab(rope_theta=0), "rope_theta: found 0"),
     "theta not finite": (zlab(rope_theta=float("inf")), "rope_theta: found inf"),
     "theta not finite, nested": (zlab(rope_parameters={"rope_theta": float("inf")}), "rope_theta: found inf"),
+    "a rope type of tomorrow": (
+        zlab(rope_scaling={"rope_type": "spiral"}),
+        "rope_type: found 'spiral'; expected one of default,",
+    ),
+    "linear without its factor": (zlab(rope_scaling={"type": "linear"}), "factor: found None; expected a positive number"),
+    "llama3 without a band": (
+        zlab(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
+        "high_freq_factor: found None; expected a positive number",
+    ),
+    "longrope without factors": (
+        zlab(rope_scaling={"rope_type": "longrope", "short_factor": [1.0]}),
+        "long_factor: found None; expected a list of numbers",
+    ),
     "rope type as a number": (zlab(rope_scaling={"rope_type": 3}), "rope_type: found 3; expected text"),
     "rotating more than the head": (zlab(dflash_config__rope_dim=256), "partial_rotary_factor: found 2.0"),
     "ropes per layer type": (
@@ -79,6 +92,12 @@ BAD_CONFIGS = {
     "rope not an object": (zlab(rope_scaling=[1]), "rope_scaling: found [1]; expected an object"),
     "dflash_config not an object": (zlab(dflash_config=7), "dflash_config: found 7; expected an object"),
     "layer types too few": (zlab(layer_types=["full_attention"]), "layer_types: 1 entries for num_hidden_layers = 5"),
+    "layers of a hybrid target": (
+        zlab(layer_types=["linear_attention"] * 4 + ["full_attention"]),
+        "layer_types: found 'linear_attention'; expected 'full_attention' or 'sliding_attention'",
+    ),
+    "block named as in DSpark": (zlab("block_size", dspark_block_size=7), "sample_from_anchor: missing, and the block of 7"),
+    "norms of Gemma": (zlab(use_gemma_norm=True), "use_gemma_norm: found True"),
     "layer types as text": (zlab(layer_types="full_attention"), "layer_types: found 'full_attention'"),
     "window missing": (zlab(layer_types=["sliding_attention"] * 5), "sliding_window: missing"),
     "causality as text": (zlab(is_causal="no"), "is_causal: found 'no'; expected true or false"),
@@ -168,6 +187,7 @@ JSON = st.recursive(
 )
 KEYS = sorted(
     {*ZLAB, *ZLAB["dflash_config"], *speculators(), "rope_parameters", "rope_scaling", "use_swa", "rope_dim", "text_config"}
+    | {"use_sliding_window", "sliding_window", "max_window_layers", "dspark_block_size", "use_gemma_norm", "sample_from_anchor"}
 )
 
 
@@ -190,8 +210,10 @@ def test_whatever_the_config_holds_the_answer_is_a_draft_or_a_sentence(base, cha
 
 
 ROPES = st.dictionaries(
-    st.sampled_from(["rope_type", "type", "rope_theta", "factor", "mrope_section", "partial_rotary_factor", "full_attention"]),
-    JSON,
+    st.sampled_from(
+        ["rope_type", "type", "rope_theta", "factor", "mrope_section", "partial_rotary_factor", "full_attention", "long_factor"]
+    ),
+    JSON | st.sampled_from(["linear", "yarn", "llama3", "longrope"]),
     max_size=4,
 )
 

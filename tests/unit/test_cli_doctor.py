@@ -52,35 +52,136 @@ def test_the_real_thing(tmp_path):
     report = examined("--target", target, "--draft", draft)
     assert failures(report) == {}
     names = [check["name"] for check in report["checks"]]
-    assert names == ["vllm", "plugin", "hooks", "backend", "target", "draft", "k", "match", "rope", "tokenizer", "memory"]
+    models = ["target", "draft", "weights", "weights", "k", "match", "rope", "tokenizer", "reach", "groups", "memory"]
+    assert names == ["vllm", "plugin", "hooks", "backend", *models]
+    backend = report["checks"][3]["data"]
+    assert backend == {"backend": "CPU_ATTN", "graphs": False, "runner": "V1"}
     hooks = report["checks"][2]
     assert all(hook["problem"] is None for hook in hooks["data"]["hooks"])
     memory = report["checks"][-1]["data"]
     assert memory["target_kv_bytes_per_token"] == 2 * 36 * 8 * 128 * 2
     assert memory["draft_kv_bytes_per_token"] == 2 * 5 * 8 * 128 * 2
+    assert memory["buffer_bytes"] == 8192 * 5 * 2560 * 2
     assert report["versions"]["vllm"].startswith("0.3")
     assert f"{target}" in report["command"]
+
+
+def cut_off(folder):
+    """Half a download: the header names more bytes than there are."""
+    header = b'{"fc.weight":{"dtype":"BF16","shape":[2560,12800],"data_offsets":[0,65536000]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
+
+
+def without_a_shard(folder):
+    """An index whose second file was never downloaded."""
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_another_combiner(folder):
+    """Weights for three captured layers under a config that names five."""
+    header = b'{"fc.weight":{"dtype":"BF16","shape":[2560,7680],"data_offsets":[0,0]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+BROKEN = {
+    # what is done to a sound pair: (changes of the draft's config, its folder, the environment, arguments), finding, fault, cure
+    "hidden size": ({"hidden_size": 4096}, None, {}, (), "match", "hidden size 4096; this target", "trained for this target"),
+    "vocabulary": ({"vocab_size": 248320}, None, {}, (), "match", "has 248320 tokens", "trained for this target"),
+    "layer ids": (
+        {"num_target_layers": None, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 36]}},
+        None, {}, (), "match", "target layers [36]; this target has layers 0 to 35", "trained for this target",
+    ),
+    "mask token": ({"dflash_config": {"target_layer_ids": [1]}}, None, {}, (), "draft", "mask_token_id: missing", "add the id"),
+    "rope": ({"rope_theta": None}, None, {}, (), "draft", "rope_theta: found None", "Add the theta"),
+    "block length": ({}, None, {}, ("--k", "16"), "k", "16 is more than this DFlash draft", "Set it to 15 or less"),
+    "hidden by VLLM_PLUGINS": ({}, None, {"VLLM_PLUGINS": "other"}, (), "plugin", "hides the plugin", "Add dflash to it"),
+    "switched off": ({}, None, {"VLLM_DFLASH": "0"}, (), "plugin", "vLLM's own DFlash is used", "Unset it"),
+    "no weights": ({}, lambda f: (f / "model.safetensors").unlink(), {}, (), "weights", "draft: no weights", "Download"),
+    "a shard is missing": ({}, without_a_shard, {}, (), "weights", "model-00002-of-00002.safetensors missing", "Download"),
+    "a download cut off": ({}, cut_off, {}, (), "weights", "model.safetensors is cut off", "Download it again"),
+    "a Git LFS pointer": (
+        {}, lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        {}, (), "weights", "Git LFS pointer", "git lfs pull",
+    ),
+    "weights for other layers": ({}, with_another_combiner, {}, (), "weights", "[2560, 7680]", "Correct target_layer_ids"),
+    "corrupt config.json": (
+        {}, lambda f: (f / "config.json").write_text('{"hidden_size": 25'), {}, (), "draft", "is not JSON", "Download",
+    ),
+    "unknown option": (
+        {}, None, {}, ("--options", '{"draft_windw": 9}'), "options", "unknown option 'draft_windw'", "Did you mean 'draft_w",
+    ),
+    "options that are no JSON": ({}, None, {}, ("--options", "draft_window=9"), "options", "not JSON", "expected an object"),
+    "a hook differs": (
+        {}, None, {}, (), "hooks", "a:b: expected this name, found none", "Install a supported vLLM",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_set_ups(case, tmp_path, monkeypatch):
+    """Breaks when a fault is only a warning, has no cure, hides behind another, or ends the report with a traceback."""
+    changes, damage, environment, arguments, name, fault, cure = BROKEN[case]
+    hooks = (
+        [{"path": "a:b", "moment": "load", "problem": "a:b: expected this name, found none"}] if case == "a hook differs" else []
+    )
+    backend = {"backend": "CPU_ATTN", "graphs": None, "runner": "V1", "error": None}
+    monkeypatch.setattr(probes, "_ask_vllm", answering(({"hooks": {"hooks": hooks}, "backend": backend}, "")))
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    target, draft = write_pair(tmp_path, **changes)
+    if damage is not None:
+        damage(tmp_path / "draft")
+    report = examined("--target", target, "--draft", draft, *arguments)
+    found = failures(report)
+    assert list(found) == [name]
+    assert fault in found[name]
+    assert cure in found[name]
+    assert report["command"] is None
+
+
+@pytest.mark.usefixtures("without_vllm_import")
+class TestReach:
+    """What the engine would do with a pair, told without an engine."""
+
+    def test_options_and_their_effect(self, tmp_path):
+        """Breaks when an option is accepted and its effect, or the option itself in the command to run, is left out."""
+        target, draft = write_pair(tmp_path)
+        given = ("--options", '{"draft_window": 4096, "draft_max_context": 30000}')
+        report = examined("--target", target, "--draft", draft, *given)
+        told = failures(report, "ok")
+        assert told["options"] == "draft_window = 4096, draft_max_context = 30000"
+        assert "look back at most 4096 tokens; KV blocks behind are kept" in told["window"]
+        assert "contexts up to 30000 tokens" in told["reach"]
+        assert """--additional-config '{"vllm_dflash":{"draft_window":4096,"draft_max_context":30000}}'""" in report["command"]
+
+    def test_a_draft_shorter_than_its_target(self, tmp_path):
+        """Breaks when requests that will not be accelerated go unmentioned."""
+        target, draft = write_pair(tmp_path, max_position_embeddings=8192)
+        report = examined("--target", target, "--draft", draft)
+        assert report["ok"]
+        assert "contexts up to 8176 tokens; longer requests go on without drafts" in failures(report, "warn")["reach"]
+
+    @pytest.mark.parametrize(
+        ("target_types", "draft_changes", "with_draft", "without"),
+        [
+            (None, {}, 1, 1),
+            (["linear_attention"] * 3 + ["full_attention"], {}, 3, 4),  # 27 + (9 + 5): the draft joins the full layers
+            (["linear_attention"] * 3 + ["full_attention"], {"num_key_value_heads": 2}, 9, 4),
+        ],
+    )
+    def test_kv_cache_groups(self, tmp_path, target_types, draft_changes, with_draft, without):
+        """Breaks when a draft that splits a hybrid target's cache into many groups is not told from one that does not."""
+        types = {} if target_types is None else {"layer_types": target_types * 9}
+        target = write_folder(tmp_path / "target", TARGET | types, TOKENIZER)
+        report = examined("--target", target, "--draft", write_folder(tmp_path / "draft", zlab(**draft_changes)))
+        groups = next(check["data"] for check in report["checks"] if check["name"] == "groups")
+        assert groups == {"with_draft": with_draft, "without_draft": without}
 
 
 @pytest.mark.usefixtures("without_vllm_import")
 class TestModels:
     """Faults of the models."""
-
-    CASES = (
-        ({"hidden_size": 4096}, "match", "hidden size 4096; this target has 2560"),
-        ({"vocab_size": 248320}, "match", "has 248320 tokens"),
-        ({"num_target_layers": 40}, "match", "trained on a target with 40 layers"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, "draft", "mask_token_id: missing"),
-        ({"rope_theta": None}, "draft", "rope_theta: found None"),
-    )
-
-    @pytest.mark.parametrize(("changes", "name", "text"), CASES)
-    def test_a_draft_that_does_not_fit(self, tmp_path, changes, name, text):
-        """Breaks when a fault is only a warning, or hides behind another."""
-        target, draft = write_pair(tmp_path, **changes)
-        report = examined("--target", target, "--draft", draft)
-        assert text in failures(report)[name]
-        assert report["command"] is None
 
     def test_a_model_that_is_not_there(self, tmp_path):
         """Breaks when the report ends at the first fault."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """README and docs say what is there: links lead somewhere, commands exist, versions are the supported ones."""
 
+import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -44,6 +46,24 @@ def test_the_supported_versions_are_named():
 def test_the_benchmark_page_is_what_the_results_say():
     """Breaks when a figure is edited by hand, or a new result is committed without its page."""
     assert subprocess.run([sys.executable, ROOT / "docs" / "make_benchmarks.py", "--check"]).returncode == 0
+
+
+def test_the_options_page_is_what_the_code_says():
+    """Breaks when an option is added or reworded and the page is not made again."""
+    assert subprocess.run([sys.executable, ROOT / "docs" / "make_options.py", "--check"]).returncode == 0
+
+
+def test_the_options_page_knows_vllms_fields():
+    """Breaks when a vLLM with another speculative config is supported: its fields are given a meaning here, or left to others."""
+    spec = importlib.util.find_spec("vllm")  # does not import it
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "config" / "speculative.py").read_text())
+    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig")
+    fields = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
+    others = ("prompt_lookup", "suffix_", "dspark_", "xpress_", "index_share", "target_", "draft_model_config", "draft_parallel")
+    meant = {field for field in fields if not field.startswith(others)}
+    meant -= {"tensor_parallel_size", "use_heterogeneous_vocab", "disable_lookahead_block_hashes"}
+    named = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE))
+    assert meant <= named
 
 
 def test_the_readme_fits_one_screen():

@@ -16,9 +16,14 @@ BANNED_ANYWHERE = {
     "kernels/dflash_kernels": {"vllm", "transformers", "vllm_dflash"},
     "vllm_dflash/reference": {"vllm", "triton", "dflash_kernels"},
     "vllm_dflash/demo_pair": {"vllm", "triton", "dflash_kernels"},
+    "vllm_dflash/acceptance.py": HEAVY,
+    "vllm_dflash/planner": HEAVY - {"numpy"},
     "vllm_dflash/checkpoint.py": HEAVY,
     "vllm_dflash/config_reader.py": HEAVY,
     "vllm_dflash/draft_config.py": HEAVY,
+    "vllm_dflash/context_limits.py": HEAVY,
+    "vllm_dflash/options.py": HEAVY,
+    "vllm_dflash/token_frequency.py": HEAVY,
     "vllm_dflash/patching.py": HEAVY,
 }
 # imported by every process, or by every `--help`: nothing heavy at module level

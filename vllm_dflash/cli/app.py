@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from vllm_dflash import __version__
-from vllm_dflash.cli import bench, demo, doctor, generate, serve
+from vllm_dflash.cli import bench, calibrate, demo, doctor, generate, serve
 
 app = typer.Typer(
     name="vllm-dflash",
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("serve", context_settings=serve.PASS_THROUGH)(serve.serve)
 

@@ -98,7 +98,9 @@ def _start(pair: Pair, dtype: str, bar: Progress, stack: ExitStack) -> tuple[dic
     shared: dict[str, Any] = {} if on_cpu() else {"gpu_memory_utilization": GPU_SHARE, "max_model_len": GPU_MAX_MODEL_LEN}
     engines = {}
     for arm in ORDER:
-        engines[arm] = stack.enter_context(Engine(engine_spec(arm, pair, dtype, **shared)))
+        # The reference loop, which acceptance is compared with, drafts K tokens in every step.
+        fixed: dict[str, Any] = {"additional_config": {"vllm_dflash": {"planner": "off"}}} if arm == "ours" else {}
+        engines[arm] = stack.enter_context(Engine(engine_spec(arm, pair, dtype, **shared, **fixed)))
         if shared:
             engines[arm].ready()
     for engine in engines.values():

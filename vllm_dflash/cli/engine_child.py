@@ -103,7 +103,13 @@ def _implementation(engine: Any) -> str | None:
 def _stop_token_ids(engine: Any) -> list[int]:
     ids = engine.model_config.try_get_generation_config().get("eos_token_id")
     listed = ids if isinstance(ids, list) else [ids]
-    return sorted({i for i in [*listed, engine.get_tokenizer().eos_token_id] if isinstance(i, int)})
+    own = getattr(_tokenizer(engine), "eos_token_id", None)
+    return sorted({i for i in [*listed, own] if isinstance(i, int)})
+
+
+def _tokenizer(engine: Any) -> Any:
+    """The engine's tokenizer; None where it was told to go without (dummy weights)."""
+    return None if engine.model_config.skip_tokenizer_init else engine.get_tokenizer()
 
 
 def _answer(engine: Any, request: dict[str, Any], prefix: str, channel: TextIO) -> None:
@@ -155,8 +161,9 @@ def _add_requests(engine: Any, request: dict[str, Any], prefix: str) -> dict[str
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    tokenizer = engine.get_tokenizer()
-    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **request["sampling"])
+    tokenizer = _tokenizer(engine)
+    words = {} if tokenizer else {"detokenize": False}
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **request["sampling"], **words)
     answers = {}
     for index, prompt in enumerate(request["prompts"]):
         ids = _prompt_ids(tokenizer, prompt)
@@ -248,6 +255,8 @@ class _Answer:
 
 def _token_decoder(tokenizer: Any) -> Any:
     """Function token id -> its text ("" while a character is incomplete)."""
+    if tokenizer is None:
+        return lambda _token: ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer without a Rust core: single tokens may lose their leading space
         return lambda token: tokenizer.decode([token], skip_special_tokens=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child of `doctor`: imports vLLM, and says which hooks fit and which attention backend this machine would use.
+"""Child of `doctor`: imports vLLM, and says which hooks fit and which attention backend the draft would run on here.
 
 A process of its own: importing vLLM takes seconds and prints, and a broken installation may even crash.
 """
@@ -16,7 +16,7 @@ def main() -> None:
     channel = claim_stdout()
     request = json.loads(sys.stdin.readline())
     emit(channel, "hooks", hooks=_hooks())
-    emit(channel, "backend", **_backend(request.get("head_dim")))
+    emit(channel, "backend", **_backend(request.get("needs")))
 
 
 def _hooks() -> list[dict[str, Any]]:
@@ -33,25 +33,40 @@ def _problem(hook: Any) -> str | None:
     return found
 
 
-def _backend(head_dim: int | None) -> dict[str, Any]:
+def _backend(needs: dict[str, Any] | None) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
+    answer: dict[str, Any] = {"backend": None, "graphs": None, "runner": "V2", "error": None}
     if current_platform.is_cpu():
-        return {"device": None, "backend": "CPU_ATTN", "error": None}
+        return answer | {"backend": "CPU_ATTN", "graphs": "no CUDA graphs on a CPU", "runner": "V1"}
     try:
-        device = current_platform.get_device_name()
-        return {"device": device, "backend": _selected(head_dim) if head_dim else None, "error": None}
+        return answer | (_chosen(**needs) if needs else {})
     except Exception as error:  # noqa: BLE001 - vLLM's selector raises whatever its backends raise
-        return {"device": None, "backend": None, "error": f"{type(error).__name__}: {error}"}
+        return answer | {"error": f"{type(error).__name__}: {error}"}
 
 
-def _selected(head_dim: int) -> str:
+def _chosen(*, num_heads: int, num_kv_heads: int, **needs: Any) -> dict[str, Any]:
+    """Name and graph support of the backend that the engine would give layers with these needs, in bfloat16 on one rank."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.selector import get_attn_backend
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    with set_current_vllm_config(VllmConfig()):
-        return str(get_attn_backend(head_dim, torch.bfloat16, "auto").get_name())
+    from vllm_dflash.engine.block_backend import choose_backend
+    from vllm_dflash.engine.capability import backend_name, graph_verdict
+
+    config = VllmConfig()
+    asked = AttentionSelectorConfig(dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, **needs)
+    with set_current_vllm_config(config):
+        ours = choose_backend(None, asked, num_heads) if needs["use_non_causal"] else None
+        path = current_platform.get_attn_backend_cls(None, asked, num_heads) if ours is None else ours.get_path()
+        backend = resolve_obj_by_qualname(path)
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=num_kv_heads, head_size=needs["head_size"], dtype=torch.bfloat16)
+        support = backend.get_builder_cls().get_cudagraph_support(config, spec)
+    name = backend_name(backend)
+    return {"backend": name, "graphs": graph_verdict(wanted=True, support=support, backend=name)}
 
 
 if __name__ == "__main__":

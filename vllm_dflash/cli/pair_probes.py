@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about a draft and its target for `doctor`, from their config files; weights are only weighed, never loaded."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 from vllm_dflash.checkpoint import DraftConfig, TargetFacts, check_pair, claims_architectures
 from vllm_dflash.cli.models import checked_k, hub_file, read_json
 from vllm_dflash.cli.probes import Finding
-
-BYTES_PER_VALUE = 2  # bfloat16, vLLM's default for KV and weights of such checkpoints
 
 
 def draft_read(draft: DraftConfig) -> Iterable[Finding]:
@@ -98,39 +95,3 @@ def _vocabulary(content: dict[str, Any]) -> dict[int, str]:
         enumerate(entry[0] for entry in vocabulary) if isinstance(vocabulary, list) else ((i, t) for t, i in vocabulary.items())
     )
     return dict(listed) | {token["id"]: token["content"] for token in content.get("added_tokens", [])}
-
-
-def memory(draft: DraftConfig, draft_folder: Path, target_config: dict[str, Any], target_folder: Path) -> Iterable[Finding]:
-    """Weights on disk and KV cache per token of both models."""
-    heads = target_config.get("num_attention_heads") or 1
-    kv_heads = target_config.get("num_key_value_heads") or heads
-    head_dim = target_config.get("head_dim") or target_config.get("hidden_size", 0) // heads
-    target_kv = 2 * target_config.get("num_hidden_layers", 0) * kv_heads * head_dim * BYTES_PER_VALUE
-    draft_kv = 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * BYTES_PER_VALUE
-    target_weights, draft_weights = weight_bytes(target_folder), weight_bytes(draft_folder)
-    data = {
-        "target_weight_bytes": target_weights,
-        "draft_weight_bytes": draft_weights,
-        "target_kv_bytes_per_token": target_kv,
-        "draft_kv_bytes_per_token": draft_kv,
-    }
-    weights = f"weights {_size(target_weights)} + {_size(draft_weights)}"
-    yield Finding(
-        "memory", "ok", f"{weights}, KV cache {target_kv / 1024:.1f} + {draft_kv / 1024:.1f} KiB per token (target + draft)", data
-    )
-
-
-def weight_bytes(folder: Path) -> int | None:
-    """Bytes of the safetensors files, or what their index says; None where neither is on this machine."""
-    files = list(folder.glob("*.safetensors"))
-    if files:
-        return sum(file.stat().st_size for file in files)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        size = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
-        return int(size) if isinstance(size, (int, float)) else None
-    return None
-
-
-def _size(size: int | None) -> str:
-    return "unknown (not downloaded)" if size is None else f"{size / 1e9:.2f} GB"

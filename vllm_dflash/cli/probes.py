@@ -17,6 +17,7 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from vllm_dflash import __version__
+from vllm_dflash.checkpoint import DraftConfig
 from vllm_dflash.cli.machine import distribution_version, on_cpu
 
 Status = Literal["ok", "warn", "fail"]
@@ -94,8 +95,8 @@ def vllm_supported() -> Iterable[Finding]:
         )
 
 
-def plugin() -> Iterable[Finding]:
-    """Whether vLLM will find and load the plugin."""
+def plugin(has_draft: bool = False) -> Iterable[Finding]:
+    """Whether vLLM will find and load the plugin. To switch it off is a choice, but a fault where a draft is to be served."""
     found = [e for e in entry_points(group=PLUGIN_GROUP) if e.name == PLUGIN_NAME and e.value.startswith("vllm_dflash.")]
     if not found:
         yield Finding("plugin", "fail", f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}. Install vllm-dflash with pip.")
@@ -115,12 +116,13 @@ def plugin() -> Iterable[Finding]:
     unset = "VLLM_PLUGINS unset" if allowed is None else f"VLLM_PLUGINS={allowed!r}"
     yield Finding("plugin", "ok", f"entry point `{PLUGIN_NAME}` loads; {unset}")
     if os.environ.get("VLLM_DFLASH", "1") == "0":
-        yield Finding("plugin", "warn", "VLLM_DFLASH=0: vLLM's own DFlash is used. Unset it to use this plugin.")
+        status: Status = "fail" if has_draft else "warn"
+        yield Finding("plugin", status, "VLLM_DFLASH=0: vLLM's own DFlash is used. Unset it to use this plugin.")
 
 
-def hooks_and_backend(head_dim: int | None) -> Iterable[Finding]:
-    """Every vLLM symbol that the plugin relies on, and the attention backend; asked in a process that imports vLLM."""
-    events, complaint = _ask_vllm(head_dim)
+def hooks_and_backend(draft: DraftConfig | None) -> Iterable[Finding]:
+    """Every vLLM symbol that the plugin relies on, and how this draft would run; asked in a process that imports vLLM."""
+    events, complaint = _ask_vllm(draft)
     if "hooks" not in events:
         yield Finding("hooks", "fail", f"vLLM cannot be imported: {complaint}. Repair the vLLM installation.")
         return
@@ -128,14 +130,12 @@ def hooks_and_backend(head_dim: int | None) -> Iterable[Finding]:
     if (backend := events.get("backend")) is None:
         yield Finding("backend", "warn", f"not known: {complaint}")
     elif backend["error"]:
-        yield Finding("backend", "warn", f"vLLM could not choose one here ({backend['error']})")
+        yield Finding("backend", "warn", f"none fits this draft here ({backend['error']})")
     elif backend["backend"]:
-        yield Finding(
-            "backend",
-            "ok",
-            f"{backend['backend']} (vLLM's choice here; the draft's block is non-causal)",
-            {"backend": backend["backend"]},
-        )
+        graphs = "draft steps in CUDA graphs" if backend["graphs"] is None else backend["graphs"]
+        text = f"{backend['backend']} for the draft, {graphs}, {backend['runner']} runner"
+        data = {"backend": backend["backend"], "graphs": backend["graphs"] is None, "runner": backend["runner"]}
+        yield Finding("backend", "ok" if backend["graphs"] is None or on_cpu() else "warn", text, data)
 
 
 def _hook_findings(hooks: list[dict[str, Any]]) -> Iterable[Finding]:
@@ -151,14 +151,15 @@ def _hook_findings(hooks: list[dict[str, Any]]) -> Iterable[Finding]:
         yield Finding("hooks", status, f"{hook['problem']}{cure}.", {"hook": hook})
 
 
-def _ask_vllm(head_dim: int | None) -> tuple[dict[str, dict[str, Any]], str]:
+def _ask_vllm(draft: DraftConfig | None) -> tuple[dict[str, dict[str, Any]], str]:
     """Events of the probe process by name, and why some are missing."""
+    needs = None if draft is None else _attention_needs(draft)
     command = [sys.executable, "-m", "vllm_dflash.cli.hook_probe"]
     environment = dict(os.environ) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(
             command,
-            input=json.dumps({"head_dim": head_dim}) + "\n",
+            input=json.dumps({"needs": needs}) + "\n",
             capture_output=True,
             text=True,
             timeout=HOOK_PROBE_TIMEOUT_S,
@@ -170,3 +171,15 @@ def _ask_vllm(head_dim: int | None) -> tuple[dict[str, dict[str, Any]], str]:
     events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     complaint = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return {event["event"]: event for event in events}, complaint
+
+
+def _attention_needs(draft: DraftConfig) -> dict[str, Any]:
+    """What the draft's layers ask of an attention backend."""
+    return {
+        "head_size": draft.head_dim,
+        "num_heads": draft.num_heads,
+        "num_kv_heads": draft.num_kv_heads,
+        "has_sink": draft.attention_sinks,
+        "has_sliding_window": any(layer.window is not None for layer in draft.layers),
+        "use_non_causal": not draft.is_causal,
+    }
