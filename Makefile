@@ -25,10 +25,14 @@ endif
 # Parts of `make test`, two at a time: engines are single-threaded here.
 PARTS := static engine-v1 newer-v1 engine-v2 newer-v2 server unit reference kernels
 
-.PHONY: demo test install clean $(PARTS)
+.PHONY: demo test bench install clean $(PARTS)
 
 demo: $(READY)
 	$(BIN)/vllm-dflash demo
+
+# Three arms over the demo pair on this machine, about 10 minutes on two cores.
+bench: $(READY)
+	$(BIN)/vllm-dflash bench --dtype float32 --k 3 --concurrency 1,4,16 --prompts chat,code,copy --max-tokens 48 --out bench.json
 
 install: $(READY)
 

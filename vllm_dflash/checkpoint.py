@@ -20,8 +20,7 @@ speculators ``transformer_layer_config``  ``aux_hidden_state_layer_ids``,  ``sli
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +35,8 @@ from vllm_dflash.draft_config import (
     check_width,
     claims_architectures,
 )
+from vllm_dflash.mask_token import find_mask_token
+from vllm_dflash.rope_config import read_rope
 
 __all__ = [
     "CheckpointError",
@@ -53,11 +54,8 @@ __all__ = [
 
 Number = TypeVar("Number", int, float)
 DEFAULT_BLOCK = {"speculators": 8, "zlab": 16}
-SLIDING = "sliding_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-VL_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-ROPE_ALIASES = {"su": "longrope", "mrope": "default"}  # an old name; and one without meaning where positions have one dimension
-SCALED_ROPES = ("yarn", "llama3", "longrope")  # stretched from a trained length
 
 
 def read_draft_config(folder: str | Path) -> DraftConfig:
@@ -76,16 +74,19 @@ def read_draft_config(folder: str | Path) -> DraftConfig:
         raise CheckpointError(f"draft config {str(path)!r} is not JSON ({error}). Download the checkpoint again.") from error
     if not isinstance(config, Mapping):
         raise CheckpointError(f"draft config {str(path)!r} holds a {type(config).__name__}; expected an object.")
-    return parse_draft_config(config)
+    return parse_draft_config(config, lambda: find_mask_token(folder))
 
 
-def parse_draft_config(config: Mapping[str, Any]) -> DraftConfig:
+def parse_draft_config(config: Mapping[str, Any], mask_token: Callable[[], tuple[int, str] | None] | None = None) -> DraftConfig:
     """Normalise one draft config: raw ``config.json``, or ``to_dict()`` of what transformers or vLLM made of it.
+
+    ``mask_token`` is asked where the config does not state it: :func:`vllm_dflash.mask_token.find_mask_token`.
 
     Raises:
         CheckpointError: a field is missing, of the wrong type, or contradicts another one.
     """
     read = Reader(config)
+    _refuse_other_bodies(read)
     dialect = "speculators" if "transformer_layer_config" in config else "zlab"
     hidden_size = read.positive_int("hidden_size")
     num_heads = read.positive_int("num_attention_heads")
@@ -112,10 +113,10 @@ def parse_draft_config(config: Mapping[str, Any]) -> DraftConfig:
         num_target_layers=read.optional_int("num_target_layers"),
         draft_block_size=_draft_block_size(read, dialect, sample_from_anchor),
         sample_from_anchor=sample_from_anchor,
-        mask_token_id=_mask_token_id(read),
-        rope=_rope(read, head_dim),
+        mask_token_id=_mask_token_id(read, mask_token),
+        rope=read_rope(read, head_dim),
         max_position_embeddings=_noted(read, "max_position_embeddings", read.optional_int("max_position_embeddings"), 32768),
-        layers=_layers(read, num_layers),
+        layers=_layers(read, num_layers, dialect),
         value_scale=read.optional_number("attention_value_scale"),
         attention_sinks=read.boolean("attention_sink_bias", "add_swa_attention_sink_bias", default=False),
         logit_scale=read.number("logit_scale", default=1.0),
@@ -131,6 +132,18 @@ def spread_layer_ids(num_ids: int, num_target_layers: int) -> tuple[int, ...]:
     if num_ids == 1:
         return (1,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_ids - 1)) for i in range(num_ids))
+
+
+def _refuse_other_bodies(read: Reader) -> None:
+    """Keys that change what the layers compute, without changing the name or shape of any tensor."""
+    if read.boolean("use_gemma_norm", default=False):
+        raise CheckpointError(
+            "use_gemma_norm: found True; the layers of a DFlash draft have plain RMSNorm here, and would be scaled wrongly. "
+            "Convert the norm weights (add 1) and remove the key."
+        )
+    for key in ("final_logit_softcapping", "output_softcap"):
+        if read.optional_number(key) is not None:
+            read.note(f"{key} ignored: a soft cap never changes which token is the likeliest")
 
 
 def _noted(read: Reader, name: str, found: Number | None, default: Number) -> Number:
@@ -162,20 +175,38 @@ def _draft_block_size(read: Reader, dialect: str, sample_from_anchor: bool) -> i
     if found is None:
         found = DEFAULT_BLOCK[dialect]
         read.note(f"block_size missing: assumed {found}, the {dialect} default")
+    if read.optional_boolean("sample_from_anchor") is None:
+        _check_layout(read, found)
     minimum = 1 if sample_from_anchor else 2
     if found < minimum:
         raise CheckpointError(f"block_size: {found} leaves no token to draft; expected at least {minimum}. Fix the draft config.")
     return found
 
 
-def _mask_token_id(read: Reader) -> int:
-    found = read.optional_int(*MASK_TOKEN_KEYS, allow_zero=True)
+def _check_layout(read: Reader, block: int) -> None:
+    """Without ``sample_from_anchor`` the anchor's row drafts nothing. A draft of the other kind would be one position off."""
+    if read.optional_int("block_size") is None and read.optional_int("dspark_block_size") is not None:
+        raise CheckpointError(
+            f"sample_from_anchor: missing, and the block of {block} is called dspark_block_size; DSpark drafts sample from the "
+            "anchor's row, DFlash drafts do not. Set sample_from_anchor to true or false."
+        )
+    if block % 2:
+        read.note(f"sample_from_anchor missing: assumed false, so that blocks of {block} draft {block - 1} tokens")
+
+
+def _mask_token_id(read: Reader, elsewhere: Callable[[], tuple[int, str] | None] | None) -> int:
+    stated = read.optional_int(*MASK_TOKEN_KEYS, allow_zero=True)
+    if stated is not None:
+        return stated
+    found = elsewhere() if elsewhere is not None else None
     if found is None:
         raise CheckpointError(
-            "mask_token_id: missing from the draft config (looked in dflash_config and at the top level). A guessed mask token "
-            "ruins acceptance silently: add the id that the draft was trained with as dflash_config.mask_token_id."
+            "mask_token_id: missing from the draft config (looked in dflash_config and at the top level), and the checkpoint's "
+            "tokenizer has no mask token. A guessed one ruins acceptance silently: add the id that the draft was trained with as "
+            "dflash_config.mask_token_id."
         )
-    return found
+    read.note(f"mask_token_id missing: assumed {found[0]}, {found[1]}")
+    return found[0]
 
 
 def _target_layer_ids(read: Reader, num_layers: int) -> tuple[int, ...]:
@@ -204,88 +235,8 @@ def _target_layer_ids(read: Reader, num_layers: int) -> tuple[int, ...]:
     return spread
 
 
-def _rope(read: Reader, head_dim: int) -> RopeConfig:
-    parameters = _rope_parameters(read)
-    theta = parameters.get("rope_theta", read.optional_number("rope_theta"))
-    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not 0 < theta < math.inf:
-        raise CheckpointError(
-            f"rope_theta: found {theta!r}; expected a positive number (top level, rope_parameters or rope_scaling). Add the "
-            "theta that the draft was trained with."
-        )
-    old_name = parameters.pop("type", None)
-    rope_type = old_name if parameters.get("rope_type") is None else parameters["rope_type"]
-    if not isinstance(rope_type, (str, type(None))):
-        raise CheckpointError(f"rope_type: found {rope_type!r}; expected text such as 'default' or 'yarn'. Fix the draft config.")
-    parameters["rope_type"] = ROPE_ALIASES.get(rope_type or "default", rope_type or "default")
-    parameters["rope_theta"] = float(theta)
-    for key in VL_ROPE_KEYS:  # copied from a vision-language target; draft positions have one dimension
-        if parameters.pop(key, None) is not None:
-            read.note(f"{key} ignored: the draft's positions have one dimension")
-    if parameters["rope_type"] in SCALED_ROPES:
-        parameters["original_max_position_embeddings"] = _trained_length(read, parameters)
-    _partial_rotary(read, parameters, head_dim)
-    interleaved = read.boolean("rope_interleaved", "rope_interleave", default=False)
-    return RopeConfig(float(theta), read.boolean("is_neox_style", default=not interleaved), parameters)
-
-
-def _rope_parameters(read: Reader) -> dict[str, Any]:
-    """Both spellings merged; entries per layer type are one only where all of the draft's layers share it."""
-    merged = {**(read.mapping("rope_scaling") or {}), **(read.mapping("rope_parameters") or {})}
-    types = read.text_list("layer_types") or ()
-    nested = {key: merged.pop(key) for key in tuple(merged) if key in types or key.endswith("_attention")}
-    used = [key for key in nested if key in types] or list(nested)
-    if not used:
-        return merged
-    if not isinstance(nested[used[0]], Mapping) or any(nested[key] != nested[used[0]] for key in used):
-        raise CheckpointError(
-            f"rope_parameters: found other values per layer type ({', '.join(used)}); expected one rotary embedding for all "
-            "draft layers. Give the draft's own rope_parameters without layer types."
-        )
-    return {**merged, **nested[used[0]]}
-
-
-def _trained_length(read: Reader, parameters: Mapping[str, Any]) -> int:
-    """``original_max_position_embeddings``, with transformers' precedence: top level, rope parameters, the maximum."""
-    name = "original_max_position_embeddings"
-    found = read.optional_int(name) or parameters.get(name)
-    if found is None:
-        found = read.optional_int("max_position_embeddings")
-        read.note(f"{name} missing: assumed max_position_embeddings = {found}")
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise CheckpointError(
-            f"{name}: found {found!r}; expected a positive integer, which rope type {parameters['rope_type']!r} is scaled from. "
-            "Add it to the draft's rope_parameters."
-        )
-    return found
-
-
-def _partial_rotary(read: Reader, parameters: dict[str, Any], head_dim: int) -> None:
-    """Honour partial rotation only where the *draft* states it: converters copy the target's factor (speculators#613)."""
-    if parameters.pop("rope_dim", None) is not None:
-        read.note("rope_dim in the rope parameters ignored: drafts rotate whole heads unless dflash_config.rope_dim is set")
-    copied = parameters.pop("partial_rotary_factor", read.optional_number("partial_rotary_factor", nested=False))
-    stamped = read.dflash_value("partial_rotary_factor")
-    rope_dim = read.dflash_value("rope_dim")
-    if rope_dim is not None:
-        stamped = rope_dim / head_dim
-    if stamped is not None:
-        if not 0 < stamped <= 1:
-            raise CheckpointError(
-                f"partial_rotary_factor: found {stamped}; expected a share of the head above 0, at most 1. Fix the draft config."
-            )
-        parameters["partial_rotary_factor"] = float(stamped)
-    elif copied not in (None, 1, 1.0):
-        read.note(
-            f"partial_rotary_factor {copied} ignored: drafts rotate whole heads unless dflash_config.partial_rotary_factor is set"
-        )
-
-
-def _layers(read: Reader, num_layers: int) -> tuple[LayerAttention, ...]:
-    types = read.text_list("layer_types")
-    if types is not None and len(types) != num_layers:
-        raise CheckpointError(
-            f"layer_types: {len(types)} entries for num_hidden_layers = {num_layers}. Give one entry per draft layer."
-        )
+def _layers(read: Reader, num_layers: int, dialect: str) -> tuple[LayerAttention, ...]:
+    types = _layer_types(read, num_layers)
     all_sliding = read.boolean("use_swa", default=False) and SLIDING not in (types or ())
     named = [types is not None and types[i] == SLIDING for i in range(num_layers)]
     sliding = [all_sliding or is_named for is_named in named]
@@ -294,7 +245,35 @@ def _layers(read: Reader, num_layers: int) -> tuple[LayerAttention, ...]:
         raise CheckpointError(
             "sliding_window: missing, although some draft layers slide. Set sliding_window (or dflash_config.swa_window_size)."
         )
+    flags = ("sliding_window_non_causal", "is_causal", "causal")
+    if dialect == "speculators" and any(sliding) and all(read.optional_boolean(flag) is None for flag in flags):
+        read.note("sliding_window_non_causal missing: assumed false, the speculators default")
     return tuple(LayerAttention(window if s else None, _causal(read, s, named=n)) for s, n in zip(sliding, named, strict=True))
+
+
+def _layer_types(read: Reader, num_layers: int) -> tuple[str, ...] | None:
+    """Type of each layer: as listed, or from the older ``max_window_layers`` (layers from that one on slide)."""
+    types = read.text_list("layer_types")
+    if types is not None:
+        if len(types) != num_layers:
+            raise CheckpointError(
+                f"layer_types: {len(types)} entries for num_hidden_layers = {num_layers}. Give one entry per draft layer."
+            )
+        other = sorted(set(types) - {SLIDING, FULL})
+        if other:
+            raise CheckpointError(
+                f"layer_types: found {', '.join(map(repr, other))}; expected '{FULL}' or '{SLIDING}', which is all that a DFlash "
+                "draft is made of. Fix the draft config."
+            )
+        return types
+    slides, window = read.optional_boolean("use_sliding_window"), read.optional_int("sliding_window")
+    first = read.optional_int("max_window_layers", allow_zero=True)
+    if slides and window is not None and first is not None:
+        read.note(f"layer_types missing: assumed that layers from max_window_layers = {first} on slide")
+        return tuple(SLIDING if i >= first else FULL for i in range(num_layers))
+    if window is not None and slides is not False and not read.boolean("use_swa", default=False):
+        read.note(f"sliding_window {window} ignored: neither layer_types nor use_swa says which layers slide")
+    return None
 
 
 def _causal(read: Reader, sliding: bool, *, named: bool) -> bool:

@@ -16,10 +16,14 @@ OUR_ARCHITECTURES = frozenset({"DFlashDraftModel", "Qwen3DFlashDraftModel", "DFl
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How one draft layer attends: ``window`` in tokens (None: everything) and whether rows see only earlier rows."""
+    """How one draft layer attends: ``window`` in tokens (None: everything) and whether rows see only earlier rows.
+
+    ``frees`` says whether KV blocks behind the window are given back; False where only an option narrows the layer.
+    """
 
     window: int | None
     causal: bool
+    frees: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

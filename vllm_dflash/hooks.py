@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every vLLM symbol that the plugin relies on: why, what is expected, and when the entry can go.
 
-The entries of :data:`SEAMS` and :data:`REPAIRS` are replaced (see :mod:`vllm_dflash.plugin`); the rest is only used. When an
-entry is checked: "load" in ``register()`` (light modules only), "patch" when its module has been imported and is patched,
-"v1" / "v2" when that runner builds a draft. ``vllm-dflash doctor`` checks all.
+The entries of :data:`SEAMS`, :data:`WATCHES`, :data:`REQUESTS` and :data:`REPAIRS` are replaced (see :mod:`vllm_dflash.plugin`);
+the rest is only used. When an entry is checked: "load" in ``register()`` (light modules only), "patch" when its module has been
+imported and is patched, "v1" / "v2" when that runner builds a draft. ``vllm-dflash doctor`` checks all.
 """
 
 import contextlib
@@ -65,16 +65,77 @@ CPU_SEEDS = Hook(
 WIDTH_ASKED = Hook(
     path="vllm.config.speculative:SpeculativeConfig.__post_init__",
     moment="load",
-    why="a K above the trained block is refused with the number that works, before weights are loaded",
-    until="vLLM reads the trained block length of DFlash drafts itself",
+    why="a K above the trained block is refused with the number that works, before weights are loaded, and the length of a "
+    "draft with scaled rotary embedding does not cut the target's",
+    until="vLLM reads the trained block length of DFlash drafts itself, and goes on without drafts beyond their length",
 )
-SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED)
+SPEC_STATS = Hook(
+    path="vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+    moment="patch",
+    params=("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
+    why="the watchdog reads here, on the host and on both runners, how many drafts of a request were accepted",
+    until="vLLM reports acceptance per request to plugins (vllm-project/vllm#48915)",
+)
+CACHED_TOKENS = Hook(
+    path="vllm.v1.request:Request.take_prefill_stats",
+    moment="patch",
+    why="the watchdog tells requests that began with cached tokens from cold ones",
+    until="vLLM keeps the number of cached tokens with the request",
+)
+ENGINE_CONFIG = Hook(
+    path="vllm.config.vllm:VllmConfig.__post_init__",
+    moment="load",
+    why="options of the plugin are checked when vLLM's config is built, before weights are loaded",
+    until="vLLM lets plugins check additional_config",
+)
+SCHEDULE = Hook(
+    path="vllm.v1.core.sched.scheduler:Scheduler.schedule",
+    moment="patch",
+    why="requests with more context than the draft serves are scheduled without drafts, as no worker can tell the scheduler, and "
+    "the planner sets the width of the next drafts (Scheduler.dynamic_sd_lookup)",
+    until="vLLM lets a worker or a plugin set the number of drafts per request and step",
+)
+STEP_DONE = Hook(
+    path="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    moment="patch",
+    params=("scheduler_output", "model_runner_output"),
+    why="the planner counts here, once per step, how many drafts of each request were accepted",
+    until="vLLM reports acceptance per request to plugins (vllm-project/vllm#48915)",
+)
+SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, ENGINE_CONFIG, SCHEDULE)
+WATCHES = (SPEC_STATS, CACHED_TOKENS, STEP_DONE)
+"""Only read: watchdog and planner count, and pass everything on unchanged."""
+PARAMETERS = Hook(
+    path="vllm.sampling_params:SamplingParams._validate_spec_decode",
+    moment="patch",
+    params=("speculative_config",),
+    why="vLLM refuses min_p and logit_bias with speculation; Model Runner V2 applies both to every verified row as it is",
+    until="vLLM accepts min_p and logit_bias with speculation",
+)
+V1_PROCESSORS = Hook(
+    path="vllm.v1.sample.logits_processor:build_logitsprocs",
+    moment="v1",
+    params=("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
+    why="with speculation the V1 runner leaves out the processors of min_p and logit_bias",
+    until="vLLM accepts min_p and logit_bias with speculation",
+)
+V1_DRAFT_ROWS = Hook(
+    path="vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors",
+    moment="v1",
+    params=("logits", "sampling_metadata", "metadata"),
+    why="the V1 runner would apply min_p and logit_bias to the bonus row only, not to the rows of the drafts",
+    until="vLLM accepts min_p and logit_bias with speculation",
+)
+REQUESTS = (PARAMETERS, V1_PROCESSORS, V1_DRAFT_ROWS)
+"""Parameters of requests that vLLM refuses with speculation and that work with ours."""
 REPAIRS = (CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
 """Faults of vLLM's sampling on CPUs, mended there for every speculative method; other platforms are left alone."""
 
 
 HOOKS: tuple[Hook, ...] = (
     *SEAMS,
+    *WATCHES,
+    *REQUESTS,
     *REPAIRS,
     Hook(
         path="vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",

@@ -14,10 +14,13 @@ from typing import Any, Literal
 
 from vllm_dflash import __version__, hooks
 from vllm_dflash.draft_config import OUR_ARCHITECTURES, check_width, claims_architectures
+from vllm_dflash.options import read_options
 from vllm_dflash.patching import Patch
+from vllm_dflash.request_patches import request_patches
 
 KILL_SWITCH = "VLLM_DFLASH"
 _WIDTH_ASKED: contextvars.ContextVar[int | None] = contextvars.ContextVar("num_speculative_tokens", default=None)
+_OURS = "_vllm_dflash_claims"
 DRAFT_MODEL = "vllm_dflash.engine.draft_model:DFlashDraftModel"
 
 
@@ -36,7 +39,11 @@ def enabled() -> bool:
 
 def claims(vllm_config: Any) -> bool:
     """Whether the configured draft is ours: method dflash with a plain DFlash body."""
-    speculative = vllm_config.speculative_config
+    return claims_draft(vllm_config.speculative_config)
+
+
+def claims_draft(speculative: Any) -> bool:
+    """The same, of a ``SpeculativeConfig`` or None."""
     if speculative is None or speculative.method != "dflash" or not enabled():
         return False
     architectures = list(speculative.draft_model_config.architectures)
@@ -58,6 +65,10 @@ def _register() -> None:
         return
     for patch in seams():
         patch.install(on_problem=_report)
+    for patch in watches():
+        patch.install(on_problem=_report_watch)
+    for patch in request_patches(claims_draft):
+        patch.install(on_problem=_report_requests)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -73,6 +84,17 @@ def seams() -> tuple[Patch, ...]:
         Patch(hooks.V1_PROPOSER, _proposer_seam),
         Patch(hooks.DRAFT_CONFIG, _wrap_hf_config_override),
         Patch(hooks.WIDTH_ASKED, _wrap_post_init),
+        Patch(hooks.ENGINE_CONFIG, _wrap_engine_config),
+        Patch(hooks.SCHEDULE, _wrap_schedule),
+    )
+
+
+def watches() -> tuple[Patch, ...]:
+    """Where the acceptance watchdog reads; nothing that vLLM does changes."""
+    return (
+        Patch(hooks.SPEC_STATS, _watch_spec_stats),
+        Patch(hooks.CACHED_TOKENS, _watch_cached_tokens),
+        Patch(hooks.STEP_DONE, _watch_step_done),
     )
 
 
@@ -92,8 +114,9 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(vllm_config, device, *args, **kwargs)
         _take_over("v2")
         from vllm_dflash.engine.speculator import DFlashSpeculator
+        from vllm_dflash.engine.watchdog_self_check import V2Steps, attach
 
-        return DFlashSpeculator(vllm_config, device, *args, **kwargs)
+        return attach(DFlashSpeculator(vllm_config, device, *args, **kwargs), vllm_config, V2Steps)
 
     return init_speculator
 
@@ -126,8 +149,9 @@ def _proposer_seam(original: type) -> type:
                 return original(vllm_config, device, *args, **kwargs)
             _take_over("v1")
             from vllm_dflash.engine.proposer import DFlashProposer
+            from vllm_dflash.engine.watchdog_self_check import V1Steps, attach
 
-            return DFlashProposer(vllm_config, device, *args, **kwargs)
+            return attach(DFlashProposer(vllm_config, device, *args, **kwargs), vllm_config, V1Steps)
 
         def __instancecheck__(cls, instance: object) -> bool:
             ours = sys.modules.get("vllm_dflash.engine.proposer")  # never imported for a runner that drafts otherwise
@@ -156,17 +180,93 @@ def _wrap_hf_config_override(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell the override above which K was asked for: vLLM's own check knows multiples only."""
+    """Tell the override above which K was asked for, as vLLM's own check knows multiples only, and free the target's length.
+
+    vLLM 0.33 lowers the target's ``max_model_len`` to a draft's whose rotary embedding is scaled; ours stops drafting there.
+    """
 
     @functools.wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _WIDTH_ASKED.set(getattr(self, "num_speculative_tokens", None))
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             _WIDTH_ASKED.reset(token)
+        draft = getattr(self, "draft_model_config", None)
+        if enabled() and draft is not None and self.method == "dflash" and claims_architectures(draft.architectures):
+            draft.max_model_len = max(draft.max_model_len, self.target_model_config.max_model_len)
+        return result
 
     return post_init
+
+
+def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the plugin's options before anything is loaded, and say when there is nothing that they could act on."""
+
+    @functools.wraps(original)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = enabled() and read_options(self.additional_config).given()
+        if claims(self):
+            from vllm_dflash.engine.planning import configure
+
+            configure(self)
+        result = original(self, *args, **kwargs)
+        if given and not claims(self):
+            _logger().warning_once(f"vllm-dflash: options {sorted(given)} have no effect: no DFlash draft of ours is configured")
+        return result
+
+    return post_init
+
+
+def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let :mod:`vllm_dflash.engine.scheduling` shorten drafts before each step; other methods pay one attribute look-up."""
+
+    @functools.wraps(original)
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = getattr(self, _OURS, None)
+        if ours is None:
+            ours = claims(self.vllm_config)
+            setattr(self, _OURS, ours)
+        if not ours:
+            return original(self, *args, **kwargs)
+        from vllm_dflash.engine.planning import planning_of
+        from vllm_dflash.engine.scheduling import shorten_drafts
+
+        shorten_drafts(self)
+        planning = planning_of(self)
+        if planning is None:
+            return original(self, *args, **kwargs)
+        planning.before(self)
+        output = original(self, *args, **kwargs)
+        planning.after(output)
+        return output
+
+    return schedule
+
+
+def _watch_spec_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_dflash.engine.watchdog import watch_scheduler
+
+    return watch_scheduler(original, claims)
+
+
+def _watch_step_done(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the planner, where the scheduler has one, what became of the drafts of each step."""
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+        planning = getattr(self, "_vllm_dflash_planning", None)
+        if planning is not None:
+            planning.finished(scheduler_output, model_runner_output)
+        return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+
+    return update_from_output
+
+
+def _watch_cached_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_dflash.engine.watchdog import note_cached_tokens
+
+    return note_cached_tokens(original)
 
 
 def _repair_cpu_expand(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,6 +294,8 @@ def _take_over(runner: Literal["v1", "v2"]) -> None:
     meets it, however the take-over failed.
     """
     found = hooks.problems(runner)
+    if unseen := hooks.SCHEDULE.problem():  # a draft left out by us must not be verified: its probability would be wrong
+        found.append(unseen)
     if found:
         raise RuntimeError(f"{_differs('; '.join(found))} Set {KILL_SWITCH}=0 to use vLLM's own DFlash.")
     from vllm import ModelRegistry
@@ -204,6 +306,14 @@ def _take_over(runner: Literal["v1", "v2"]) -> None:
 
 def _report(difference: str) -> None:
     _logger().error(f"{_differs(difference)} vLLM's own DFlash stays in use.")
+
+
+def _report_watch(difference: str) -> None:
+    _logger().warning(f"{_differs(difference)} The acceptance watchdog and the planner stay off.")
+
+
+def _report_requests(difference: str) -> None:
+    _logger().warning(f"{_differs(difference)} Requests with min_p or logit_bias stay refused.")
 
 
 def _report_repair(difference: str) -> None:

@@ -60,14 +60,19 @@ class Engine:
                 **(speculative or {}),
             }
         settings = {
+            "skip_tokenizer_init": True,
             "max_model_len": 512,
             "max_num_seqs": 80,
             "max_num_batched_tokens": 1024,
             "enable_prefix_caching": False,
-            "gpu_memory_utilization": 0.3,
+            # Several processes share one GPU: a fixed cache, as vLLM's memory profiling fails where another one frees memory.
+            "gpu_memory_utilization": 0.2,
+            "kv_cache_memory_bytes": 4 << 30,
+            # Whole blocks in the checkpoint's precision: what these tests compare must not follow load or a timing.
+            "additional_config": {"vllm_dflash": {"planner": "off", "draft_weights": "checkpoint", "draft_head": "full"}},
             **options,
         }
-        self.llm = LLM(model=target, skip_tokenizer_init=True, dtype="bfloat16", seed=0, disable_log_stats=False, **settings)
+        self.llm = LLM(model=target, dtype="bfloat16", seed=0, disable_log_stats=False, **settings)
         Engine.current = self
 
     @staticmethod

@@ -17,6 +17,26 @@ def engine(pair, engine_of):
     return engine_of(*pair)
 
 
+def test_no_kernel_of_ours_is_compiled_while_serving(engine, monkeypatch):
+    """Breaks if a step meets a specialisation that neither capture nor vLLM's warm-up has met; first traffic of the engine."""
+    import triton
+
+    compiled = []
+    runtime = triton.knobs.runtime
+    before = runtime.jit_post_compile_hook
+
+    def hook(*args, **kwargs):
+        compiled.append((str(kwargs["fn"].module), kwargs["fn"].name))
+        return None if before is None else before(*args, **kwargs)
+
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", hook)
+    for count in (1, 2, 16, 17, 80):
+        for length in (1, 16, 150):
+            engine.generate(prompts_for(count, length), 10)
+    engine.generate(prompts_for(5), 10, temperature=0.7, seed=1)
+    assert [name for module, name in compiled if "dflash_kernels" in module] == []
+
+
 def test_every_batch_size_replays_a_graph(engine):
     """Breaks if the grid has a hole: a decode step of the draft would run eagerly."""
     counters = engine.speculator.counters

@@ -39,12 +39,12 @@ def without_folders(word: str) -> str:
     return name + equals + (Path(path).name if "/" in path else path)
 
 
-def provenance() -> dict[str, object]:
+def provenance(script: str = "tests/reference/measure_compact.py") -> dict[str, object]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = next((s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")), ": unknown")
     return {
         "versions": {name: version(name) for name in ("torch", "transformers", "vllm-dflash")},
-        "command": " ".join(["python", "tests/reference/measure_compact.py", *map(without_folders, sys.argv[1:])]),
+        "command": " ".join(["python", script, *map(without_folders, sys.argv[1:])]),
         "commit": commit.stdout.strip() or "not committed yet",
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "hardware": {

@@ -142,6 +142,34 @@ def test_a_json_schema_holds_with_speculation(client):
     assert 0 <= person["age"] <= 99
 
 
+def test_a_named_tool_is_called(client):
+    """Breaks when drafts carry a tool call out of the grammar of its arguments."""
+    tool = {"type": "function", "function": {"name": "introduce", "description": "Introduce a person.", "parameters": PERSON}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Introduce Ada, who is 36."}],
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "introduce"}},
+        max_tokens=60,
+        temperature=0,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "introduce"
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+
+
+def test_the_prompt_is_echoed(client):
+    """Breaks when log-probabilities of prompt and answer, which come in other numbers per step, lose their tokens."""
+    prompt = "The four seasons are"
+    answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=8, temperature=0)
+    (choice,) = answer.choices
+    assert choice.text.startswith(prompt)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert len(choice.logprobs.token_logprobs) == answer.usage.total_tokens
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+
+
 def test_sampling_is_sane(client):
     """Breaks with vLLM's CPU sampler as it is: text at a low temperature is then noise instead of the greedy answer."""
     greedy = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)

@@ -38,8 +38,9 @@ def cache_group_of(kv_cache_config: KVCacheConfig, layer_names: Iterable[str]) -
     holding = [i for i, group in enumerate(kv_cache_config.kv_cache_groups) if wanted & set(group.layer_names)]
     if len(holding) != 1:
         raise ValueError(
-            f"layer_types: the DFlash draft's layers are in {len(holding)} KV-cache groups; vLLM's V1 runner serves one. Use a "
-            "draft with equal windows in all layers, or vLLM's V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
+            f"disable_hybrid_kv_cache_manager: is off, and the DFlash draft's layers are in {len(holding)} KV-cache groups, as "
+            "layers with and without a window meet; the V1 runner drafts from one. Set it to true, or use vLLM's V2 runner "
+            "(VLLM_USE_V2_MODEL_RUNNER=1)."
         )
     return holding[0]
 

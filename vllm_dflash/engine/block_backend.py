@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention backend of our own for the draft: ``dflash_kernels.block_attention`` behind vLLM's backend interface.
 
-For machines without FlashAttention, and in place of backends that plan a non-causal batch on the host (FlashInfer, Flex), which
-no CUDA graph can replay. Cache layout, cache writes and metadata are those of vLLM's Triton backend: they need no CPU lengths
-and always support full graphs. Registered as ``CUSTOM``, the one member of vLLM's backend enum that every process can unpickle.
+For machines without FlashAttention, and in place of backends that plan a non-causal batch on the host (Flex, and FlashInfer
+where ``flashinfer_backend.py`` does not fit), which no CUDA graph can replay. Cache layout, cache writes and metadata are those
+of vLLM's Triton backend: they need no CPU lengths and always support full graphs. Registered as ``CUSTOM``, the one member of
+vLLM's backend enum that every process can unpickle.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,13 +19,16 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl, TritonAttentionMetadata
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from dflash_kernels.block_attention import AttentionWorkspace, block_attention
+from vllm_dflash.engine.flashinfer_prefill import why_not_flashinfer
 
 logger = init_logger("vllm.plugins.dflash")
 
 _HOST_PLANNED = ("FLASHINFER", "FLEX_ATTENTION")
-_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_OURS = f"{__name__}.BlockAttentionBackend"
+_OUR_FLASHINFER = "vllm_dflash.engine.flashinfer_backend.FlashInferDraftBackend"
 
 
 def choose_backend(
@@ -39,7 +44,7 @@ def choose_backend(
         num_heads: query heads on this rank.
 
     Raises:
-        ValueError: ours is needed, but another plugin has taken the name CUSTOM.
+        ValueError: ours is needed, but another plugin has taken the name CUSTOM; or FlashInfer is asked for and not installed.
     """
     if not current_platform.is_cuda():
         return chosen
@@ -49,6 +54,10 @@ def choose_backend(
         reason = _why_not_flash_attention(needs, num_heads)
         if reason is None:
             return None
+    elif chosen.name == "FLASHINFER":
+        reason = why_not_flashinfer(needs.head_size, needs.dtype, needs.kv_cache_dtype, sinks=needs.has_sink)
+        if reason is None:
+            return _register(_OUR_FLASHINFER)
     else:
         reason = f"attention backend {chosen.name} plans non-causal batches on the host"
     if chosen is None or chosen.name in _HOST_PLANNED:
@@ -56,7 +65,7 @@ def choose_backend(
             f"DFlash draft: {reason}; the block attention of vllm-dflash takes its place, so that the draft step stays in CUDA "
             "graphs"
         )
-    return _register_ours()
+    return _register(_OURS)
 
 
 def _why_not_flash_attention(needs: AttentionSelectorConfig, num_heads: int) -> str | None:
@@ -72,10 +81,9 @@ def _why_not_flash_attention(needs: AttentionSelectorConfig, num_heads: int) -> 
     )
 
 
-def _register_ours() -> AttentionBackendEnum:
+def _register(ours: str) -> AttentionBackendEnum:
     custom = AttentionBackendEnum.CUSTOM
-    ours = f"{__name__}.BlockAttentionBackend"
-    if not custom.is_overridden():
+    if not custom.is_overridden() or custom.get_path() in (_OURS, _OUR_FLASHINFER):  # of an earlier engine in this process
         register_backend(custom, ours)
     if custom.get_path() != ours:
         raise ValueError(
@@ -88,6 +96,8 @@ def _register_ours() -> AttentionBackendEnum:
 class BlockAttentionBackend(TritonAttentionBackend):
     """vLLM's Triton backend with another attention kernel, which reads no scales per token."""
 
+    draft_name = "block attention of vllm-dflash"
+    """In the start-up line: the registered name says nothing."""
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
     @staticmethod
@@ -106,6 +116,16 @@ class BlockAttentionImpl(TritonAttentionImpl):
 
     workspace: AttentionWorkspace | None = None
     """Scratch shared by the draft's layers; set when they are bound to a KV cache."""
+    narrower: Mapping[int, AttentionWorkspace] = {}
+    """Scratch of blocks with fewer rows, by their rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = False  # vLLM would hand over fp8 queries with an fp8 cache; the kernel takes 16 bits
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:  # noqa: ARG002  # vLLM's signature
+        """The kernel writes its output in the query's dtype only."""
+        return False
 
     def forward(
         self,
@@ -132,8 +152,8 @@ class BlockAttentionImpl(TritonAttentionImpl):
         rows = attn_metadata.num_actual_tokens
         scales: dict[str, Any] = {}
         cache: Any = kv_cache.transpose(1, 2)
-        if self.kv_cache_dtype in _FP8:
-            cache = cache.view(_FP8[self.kv_cache_dtype])
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            cache = cache.view(self.fp8_dtype)  # e4m3 for "fp8_e5m2" too: that is what vLLM's Triton backend stores
             scales = {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}
         k_cache, v_cache = cache.split(self.head_size, dim=-1)
         block_attention(
@@ -142,7 +162,7 @@ class BlockAttentionImpl(TritonAttentionImpl):
             v_cache,
             attn_metadata.block_table,
             attn_metadata.seq_lens,
-            workspace=self.workspace,
+            workspace=self.narrower.get(attn_metadata.max_query_len, self.workspace),
             num_query_per_req=attn_metadata.max_query_len,
             scale=self.scale,
             causal=attn_metadata.causal,
@@ -155,21 +175,35 @@ class BlockAttentionImpl(TritonAttentionImpl):
         return output
 
 
-def share_workspace(layers: list[Any], max_requests: int, num_query_per_req: int, max_seq_len: int, device: torch.device) -> int:
-    """Give all layers that run our kernel one scratch; returns its bytes, 0 where no layer does."""
+def share_workspace(
+    layers: list[Any],
+    max_requests: int,
+    num_query_per_req: int,
+    max_seq_len: int,
+    device: torch.device,
+    narrower: tuple[int, ...] = (),
+) -> int:
+    """Give all layers that run our kernel one scratch, and one for each of the ``narrower`` numbers of rows.
+
+    Returns:
+        Their bytes, 0 where no layer runs it.
+    """
     impls = [layer.impl for layer in layers if isinstance(layer.impl, BlockAttentionImpl)]
     if not impls:
         return 0
     first = impls[0]
-    workspace = AttentionWorkspace(
-        max_num_reqs=max_requests,
-        num_query_per_req=num_query_per_req,
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_size,
-        max_seq_len=max_seq_len,
-        device=device,
-    )
+    workspaces = {
+        rows: AttentionWorkspace(
+            max_num_reqs=max_requests,
+            num_query_per_req=rows,
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            max_seq_len=max_seq_len,
+            device=device,
+        )
+        for rows in (*narrower, num_query_per_req)
+    }
     for impl in impls:
-        impl.workspace = workspace
-    return workspace.nbytes
+        impl.workspace, impl.narrower = workspaces[num_query_per_req], workspaces
+    return sum(workspace.nbytes for workspace in workspaces.values())

@@ -4,14 +4,15 @@
 Two ways to get them:
 
 * **Native.** About sixty of vLLM's model classes return them (``SupportsEagle3``). vLLM captures ascending and once per layer;
-  the draft model rearranges ``fc`` for that at load (``draft_weights.fold_columns``).
+  the draft model rearranges ``fc`` for that at load (``draft_weights.fold_columns``). On Model Runner V2 most of these targets
+  store them in the draft's buffer instead of returning them (``aux_buffer.py``).
 * **Hook.** For other targets, forward hooks on the decoder layers collect the same values and the target's ``forward`` returns
   ``(hidden, [aux...])`` as the native interface does. Hooks are instance attributes: other models stay untouched. They are
   Python code that a compiled or graph-captured forward would not run, so they need eager execution.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +72,8 @@ class HookedCapture:
 
     def __init__(self, target: Any, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
-        # A layer that takes the residual returns it unadded. A pair alone proves nothing: StableLM's second output is stale.
-        self._adds_residual = "residual" in inspect.signature(type(layers[0]).forward).parameters
-        self._states: list[torch.Tensor] = []
+        self._probe = ResidualProbe(layers)
+        self._states: list[tuple[torch.Tensor, ...]] = []
         self._handles: list[Any] = []
         self._forward: Callable[..., Any] = target.forward
         target.forward = self._forward_with_states  # this instance only
@@ -90,17 +90,59 @@ class HookedCapture:
         self._handles = [self._layers[i - 1].register_forward_hook(self._collect) for i in sorted(set(layers))]
 
     def _collect(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._states.append(residual_stream(output, adds_residual=self._adds_residual))
+        known = self._probe.adds_residual
+        self._states.append(tuple(residual_stream(output, adds_residual=adds) for adds in (False, True) if known in (None, adds)))
 
     def _forward_with_states(self, *args: Any, **kwargs: Any) -> Any:
         self._states = []
         hidden_states = self._forward(*args, **kwargs)
-        return (hidden_states, self._states) if self._handles else hidden_states
+        if not self._handles:
+            return hidden_states
+        last = self._probe.adds_residual is not False  # of both readings, taken before the probe had seen the second layer
+        return hidden_states, [readings[-1 if last else 0] for readings in self._states]
+
+
+class ResidualProbe:
+    """Finds out whether the layers return ``(hidden, residual)`` with the residual still to be added.
+
+    Neither the pair nor an argument ``residual`` proves it: StableLM's second output is stale, Cohere, EXAONE 4 and Phi-MoE
+    take a residual and ignore it. What proves it is that the second layer hands its residual to a module, the norm that adds.
+    Known after the first forward (vLLM's profile or warm-up run).
+
+    Attributes:
+        adds_residual: True, False, or None while no layer has shown it.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.adds_residual: bool | None = None
+        watched = layers[min(1, len(layers) - 1)]
+        self._signature = inspect.signature(type(watched).forward)
+        if "residual" not in self._signature.parameters:
+            self.adds_residual = False
+        elif watched is not layers[0]:
+            self._residual: torch.Tensor | None = None
+            self._handles = [
+                watched.register_forward_pre_hook(self._begin, with_kwargs=True),
+                watched.register_forward_hook(self._end),
+                *(m.register_forward_pre_hook(self._used, with_kwargs=True) for m in watched.modules() if m is not watched),
+            ]
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._residual = self._signature.bind(module, *args, **kwargs).arguments.get("residual")
+
+    def _used(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._residual is not None and any(value is self._residual for value in (*args, *kwargs.values())):
+            self.adds_residual = True
+
+    def _end(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self.adds_residual = self.adds_residual is True
+        for handle in self._handles:
+            handle.remove()
 
 
 def residual_stream(layer_output: Any, *, adds_residual: bool) -> torch.Tensor:
     """Residual stream [n, H] after a decoder layer that returns a tensor, (tensor, ...), or (hidden, residual) to be added."""
-    if adds_residual:
+    if adds_residual and layer_output[1] is not None:
         hidden_states, residual = layer_output
         total: torch.Tensor = hidden_states + residual
         return total

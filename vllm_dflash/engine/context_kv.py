@@ -28,11 +28,12 @@ class ContextKV(nn.Module):
     """Projects context states to K/V of every draft layer and stores them.
 
     The fused projection is a ``ReplicatedLinear`` of its own, so that vLLM packs it for the platform after loading (CPU builds
-    free the layers' own weights then). ``weight_update.py`` fills it from the checkpoint's tensors. Layers that are quantised
-    keep their weights packed: no fused copy is made, and each projects through its quant method.
+    free the layers' own weights then), or ``quant_config`` (ours, for plain checkpoints) quantises it. ``draft_weights.py`` fills
+    it from the checkpoint's tensors. Layers of a quantised checkpoint keep their weights packed: no fused copy is made, and each
+    projects through its quant method.
     """
 
-    def __init__(self, attentions: Sequence[DraftAttention], norm: RMSNorm, hidden_size: int) -> None:
+    def __init__(self, attentions: Sequence[DraftAttention], norm: RMSNorm, hidden_size: int, quant_config: Any = None) -> None:
         super().__init__()
         self._attentions = tuple(attentions)  # a tuple: the modules are registered by the layers that own them
         self._norm = (norm,)
@@ -52,6 +53,7 @@ class ContextKV(nn.Module):
                 hidden_size,
                 2 * self.num_layers * first.kv_size,
                 bias=first.qkv_proj.bias is not None,
+                quant_config=quant_config,
                 return_bias=False,
                 prefix="context_kv.projection",
             )

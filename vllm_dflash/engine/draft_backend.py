@@ -3,7 +3,8 @@
 
 The block is uniform, so metadata follows from R alone plus tensors with fixed addresses (sequence lengths, block tables,
 slots). It is built once per captured graph, never read from the CPU afterwards, and what a replay must recompute is recorded
-in the graph by :meth:`DraftAttention.refresh`. Works over vLLM's own backends (FlashAttention, Triton, FlashInfer, CPU).
+in the graph by :meth:`DraftAttention.refresh`. Works over vLLM's own backends (FlashAttention, Triton, CPU) and over ours
+(``block_backend.py``, ``flashinfer_backend.py``).
 
 Differences from the built-in speculator: causality is per layer, not per KV group; the block table of a backend with smaller
 kernel blocks is mapped again on every replay; FlashAttention's split count follows the number of requests; and the draft's
@@ -106,7 +107,7 @@ class DraftAttention:
     @property
     def backend_names(self) -> tuple[str, ...]:
         """Distinct backends of the draft layers, in group order."""
-        return tuple(dict.fromkeys(group.backend.get_name() for group in self.groups))
+        return tuple(dict.fromkeys(getattr(group.backend, "draft_name", group.backend.get_name()) for group in self.groups))
 
     @staticmethod
     def _tune(group: AttentionGroup, layers: Mapping[str, Any]) -> bool:
@@ -125,7 +126,9 @@ class DraftAttention:
         builder.use_full_cuda_graph = False
         return True
 
-    def build(self, num_reqs: int, max_seq_len: int, lengths_bound: torch.Tensor, *, capture: bool) -> dict[str, Any]:
+    def build(
+        self, num_reqs: int, max_seq_len: int, lengths_bound: torch.Tensor, *, capture: bool, num_query: int | None = None
+    ) -> dict[str, Any]:
         """Metadata by layer name.
 
         Args:
@@ -133,10 +136,11 @@ class DraftAttention:
             max_seq_len: no request is longer; ``max_model_len`` at capture, so that a replay never outgrows it.
             lengths_bound: int32 [num_reqs] on the CPU, for backends that plan on the host.
             capture: build for recording into a CUDA graph.
+            num_query: rows of a request in this step; None for the widest.
         """
         metadata: dict[str, Any] = {}
         for group in self.groups:
-            common = self._common(group, num_reqs, max_seq_len, lengths_bound)
+            common = self._common(group, num_reqs, max_seq_len, lengths_bound, num_query or self._num_query)
             if capture:
                 built = group.build_metadata_for_cudagraph_capture(common)
                 self._bound_splits(group, built, num_reqs)
@@ -146,18 +150,18 @@ class DraftAttention:
         return metadata
 
     def _common(
-        self, group: AttentionGroup, num_reqs: int, max_seq_len: int, lengths_bound: torch.Tensor
+        self, group: AttentionGroup, num_reqs: int, max_seq_len: int, lengths_bound: torch.Tensor, num_query: int
     ) -> CommonAttentionMetadata:
         query = self.buffers.query
-        rows = num_reqs * self._num_query
+        rows = num_reqs * num_query
         gid = group.kv_cache_group_id
         return CommonAttentionMetadata(
             query_start_loc=query.query_start_loc[: num_reqs + 1],
-            query_start_loc_cpu=torch.arange(0, rows + 1, self._num_query, dtype=torch.int32),
+            query_start_loc_cpu=torch.arange(0, rows + 1, num_query, dtype=torch.int32),
             seq_lens=query.seq_lens[:num_reqs],
             num_reqs=num_reqs,
             num_actual_tokens=rows,
-            max_query_len=self._num_query,
+            max_query_len=num_query,
             max_seq_len=max_seq_len,
             block_table_tensor=self._block_tables.input_block_tables[gid][:num_reqs],
             slot_mapping=query.slots[self._row_of_group[gid], :rows],
@@ -183,9 +187,8 @@ class DraftAttention:
             if group.supports_draft_decode_metadata_update:
                 group.update_draft_decode_metadata(metadata)
 
-    def query_slots(self, num_reqs: int) -> dict[str, torch.Tensor]:
-        """Slots of the query rows by layer name, int64 [num_reqs * Q] each."""
-        rows = num_reqs * self._num_query
+    def query_slots(self, rows: int) -> dict[str, torch.Tensor]:
+        """Slots of the query rows by layer name, int64 [rows] each."""
         slots = self.buffers.query.slots
         return {
             name: slots[self._row_of_group[group.kv_cache_group_id], :rows] for group in self.groups for name in group.layer_names

@@ -5,6 +5,8 @@ The layers see only the query block ``[anchor, mask x K]``. The context is alrea
 (:mod:`vllm_dflash.engine.context_kv`), so attention reads keys that no query row of this pass has produced.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +44,29 @@ class DraftNorm(RMSNorm):
         normed = torch.empty_like(x)
         ops.rms_norm(normed, x, self.weight, self.variance_epsilon)
         return normed
+
+
+class KeptAttention(Attention):
+    """Attention that reads a window only, over a KV cache that keeps everything: it shares the target's KV-cache group."""
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        """The spec of a layer without a window."""
+        window: int | None = self.sliding_window
+        self.sliding_window: int | None = None
+        try:
+            return super().get_kv_cache_spec(vllm_config)
+        finally:
+            self.sliding_window = window
+
+
+@contextlib.contextmanager
+def _no_window_of_the_target(cache_config: Any) -> Iterator[None]:
+    """Where a layer states no window, vLLM's ``Attention`` falls back to that of the *target* (Mistral's)."""
+    window, cache_config.sliding_window = cache_config.sliding_window, None
+    try:
+        yield
+    finally:
+        cache_config.sliding_window = window
 
 
 class DraftAttention(nn.Module):
@@ -93,17 +118,19 @@ class DraftAttention(nn.Module):
             self.attention_sink_bias = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
             set_weight_attrs(self.attention_sink_bias, {"weight_loader": sharded_weight_loader(0)})
             extra["sinks"] = self.attention_sink_bias
-        self.attn = Attention(
-            self.num_heads,
-            draft.head_dim,
-            draft.head_dim**-0.5,
-            num_kv_heads=self.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=quant_config,
-            per_layer_sliding_window=self.window,
-            prefix=f"model.layers.{cache_index}.self_attn.attn",
-            **extra,
-        )
+        keeps = self.window is not None and not draft.layers[index].frees
+        with _no_window_of_the_target(vllm_config.cache_config):
+            self.attn = (KeptAttention if keeps else Attention)(
+                self.num_heads,
+                draft.head_dim,
+                draft.head_dim**-0.5,
+                num_kv_heads=self.num_kv_heads,
+                cache_config=vllm_config.cache_config,
+                quant_config=quant_config,
+                per_layer_sliding_window=self.window,
+                prefix=f"model.layers.{cache_index}.self_attn.attn",
+                **extra,
+            )
         self.fused_query_rows = fuse_query_rows(self, vllm_config)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

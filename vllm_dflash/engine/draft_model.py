@@ -16,17 +16,24 @@ import torch
 from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import get_draft_quant_config, maybe_prefix
 
+from vllm_dflash.context_limits import rotary_rows
 from vllm_dflash.draft_config import DraftConfig
 from vllm_dflash.engine import draft_weights
 from vllm_dflash.engine.context_kv import ContextKV, Slots
 from vllm_dflash.engine.draft_layers import DraftLayer, DraftNorm
+from vllm_dflash.engine.draft_quantization import OnlineDraftQuantization, online_quantization
 from vllm_dflash.engine.pair import resolve_draft
+from vllm_dflash.engine.private_head import PrivateHead, build_private_head
+from vllm_dflash.engine.target_vocabulary import checked_embedding
 from vllm_dflash.engine.weight_update import UpdateGuard, set_buffer
+
+logger = init_logger("vllm.plugins.dflash")
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 OWN_VOCABULARY = {EMBEDDING: "model.embed_tokens.", HEAD: "lm_head."}
@@ -41,7 +48,7 @@ class DraftBackbone(nn.Module):
         super().__init__()
         del prefix  # the decorator wants the argument
         target_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        max_position = vllm_config.speculative_config.draft_model_config.hf_config.max_position_embeddings
+        max_position = rotary_rows(draft, vllm_config.speculative_config.draft_model_config.hf_config.max_position_embeddings)
         self.mask_token_id = draft.mask_token_id
         self.embed_tokens: Any = None  # a module, set by share(), or by a checkpoint with its own
         self.embedding_scale = 1.0 if draft.embedding_scale is None else draft.embedding_scale  # share() may change it
@@ -95,7 +102,8 @@ class DFlashDraftModel(nn.Module):
         model_config = vllm_config.speculative_config.draft_model_config
         self.config = model_config.hf_config
         self.draft = draft = resolve_draft(vllm_config)
-        self.quant_config = get_draft_quant_config(vllm_config)
+        self.quant_config = get_draft_quant_config(vllm_config)  # the checkpoint's; a plain one may be quantised while it loads
+        quantised: Any = self.quant_config or online_quantization(vllm_config)
         self.target_vocab_size = vllm_config.model_config.get_vocab_size()
         self.has_own_embed_tokens = False
         self.has_own_lm_head = draft.draft_vocab_size != draft.vocab_size
@@ -109,17 +117,20 @@ class DFlashDraftModel(nn.Module):
             draft.target_hidden_size * len(fc_layers),
             draft.hidden_size,
             bias=False,
-            quant_config=self.quant_config,
+            quant_config=quantised,
             return_bias=False,
             prefix="fc",
         )
         self.hidden_norm = DraftNorm(draft.hidden_size, eps=draft.rms_norm_eps)
         self.model = DraftBackbone(
-            vllm_config=vllm_config, draft=draft, quant_config=self.quant_config, prefix=maybe_prefix(prefix, "model")
+            vllm_config=vllm_config, draft=draft, quant_config=quantised, prefix=maybe_prefix(prefix, "model")
         )
         self._updates = UpdateGuard()
         self._is_shared = False
-        self.context_kv = ContextKV(self.model.attentions, self.hidden_norm, draft.hidden_size)
+        online = quantised if isinstance(quantised, OnlineDraftQuantization) else None
+        self.weights_kind = "checkpoint" if online is None else online.kind
+        self.context_kv = ContextKV(self.model.attentions, self.hidden_norm, draft.hidden_size, online)
+        self.private_head: PrivateHead | None = None
         self.lm_head: nn.Module
         self.draft_to_target: torch.Tensor | None
         self.register_buffer("draft_to_target", None, persistent=False)
@@ -143,13 +154,13 @@ class DFlashDraftModel(nn.Module):
         tensors = {draft_weights.plain_name(name): tensor for name, tensor in weights}
         names = frozenset(tensors)
         own = [p for name, p in self.named_parameters() if not name.startswith(self._borrowed())]
-        self._updates.check(names, own)
+        self._updates.check(names, own, packed=self.fc.weight.dtype == torch.float8_e4m3fn and self.quant_config is None)
         made = self._allocate_own_vocabulary(tensors)
         mask = tensors.pop("mask_embedding", tensors.pop("mask_embedding.weight", None))
         self._set_mask_embedding(mask)
         self._set_vocabulary_map(tensors.pop("d2t", None))
         if self._fold and "fc.weight" in tensors:
-            self._check_fc(tensors["fc.weight"])
+            draft_weights.check_fc(tensors["fc.weight"], self.draft)
             tensors["fc.weight"] = draft_weights.fold_columns(
                 tensors["fc.weight"], self.draft.target_layer_ids, self.captured_layers
             )
@@ -161,6 +172,8 @@ class DFlashDraftModel(nn.Module):
         filled = loader.finish(derived=derived, quantised=self.quant_config is not None)
         draft_weights.fill_context(self.context_kv, self.model.attentions, tensors)
         buffers = {"mask_embedding": self.model.mask_embedding, "d2t": self.draft_to_target}
+        if self.private_head is not None:
+            self.private_head.stale = True
         self._updates.remember(names, made | {name for name, buffer in buffers.items() if buffer is not None})
         return filled
 
@@ -174,7 +187,7 @@ class DFlashDraftModel(nn.Module):
         """
         self._is_shared = True
         if not self.has_own_embed_tokens:
-            self.model.embed_tokens = _checked_embedding(embed_tokens, self.draft.hidden_size)
+            self.model.embed_tokens = checked_embedding(embed_tokens, self.draft.hidden_size)
             if self.draft.embedding_scale is None:
                 self.model.embedding_scale = embedding_scale
         if not self.has_own_lm_head:
@@ -184,6 +197,25 @@ class DFlashDraftModel(nn.Module):
                     "embedding. Use a draft checkpoint with lm_head.weight, or pipeline_parallel_size 1."
                 )
             self.lm_head = lm_head
+        private = build_private_head(self, self._vllm_config)
+        self.private_head = None if isinstance(private, str) else private
+
+    def drop_private_head(self, reason: str) -> None:
+        """Draft from the full head after all, and free the copy."""
+        if self.private_head is not None:
+            logger.info_once(f"DFlash draft: drafts come from the full head: {reason}")
+        self.private_head = None
+
+    @property
+    def variants(self) -> str:
+        """What is smaller than in the checkpoint, for the start-up line; empty where nothing is."""
+        weights = "" if self.weights_kind == "checkpoint" else f" with {self.weights_kind} weights"
+        return weights if self.private_head is None else f"{weights}, {self.private_head.describe()}"
+
+    def refresh_head(self) -> None:
+        """Before a step: follow a weight update that came since the last one."""
+        if self.private_head is not None and self.private_head.stale:
+            self.private_head.fill()
 
     # -- context side ----------------------------------------------------------------------------------------------------
 
@@ -238,6 +270,13 @@ class DFlashDraftModel(nn.Module):
 
     def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[m, H] -> most likely target ids, int64 [m]. Under tensor parallelism only (value, index) pairs are gathered."""
+        if self.private_head is None:
+            return self.get_top_tokens_of_full_head(hidden_states)
+        self.refresh_head()
+        return self.private_head(hidden_states)
+
+    def get_top_tokens_of_full_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As :meth:`get_top_tokens`, over every row of the head."""
         tokens: torch.Tensor = self.logits_processor.get_top_tokens(self.lm_head, hidden_states)
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
 
@@ -289,14 +328,7 @@ class DFlashDraftModel(nn.Module):
         draft = self.draft
         if not self.has_own_lm_head or draft.draft_vocab_size == self.target_vocab_size:
             return
-        if offsets is None and draft.draft_vocab_size != draft.vocab_size:
-            raise ValueError(
-                f"d2t: missing from the draft checkpoint; draft_vocab_size {draft.draft_vocab_size} differs from vocab_size "
-                f"{draft.vocab_size}, so draft ids need a map to target ids. Download the checkpoint again."
-            )
-        if offsets is None:  # a head over the first ids of a larger target vocabulary
-            offsets = torch.zeros(draft.draft_vocab_size, dtype=torch.int64)
-        table = draft_weights.draft_to_target(offsets, self.target_vocab_size)
+        table = draft_weights.draft_to_target(draft_weights.checked_offsets(offsets, draft), self.target_vocab_size)
         set_buffer(self, "draft_to_target", table.to(self.hidden_norm.weight.device))
 
     def _set_mask_embedding(self, tensor: torch.Tensor | None) -> None:
@@ -312,30 +344,7 @@ class DFlashDraftModel(nn.Module):
             )
         set_buffer(self.model, "mask_embedding", tensor.reshape(-1).to(self.hidden_norm.weight))
 
-    def _check_fc(self, weight: torch.Tensor) -> None:
-        expected = [self.draft.hidden_size, self.draft.fc_input_size]
-        if list(weight.shape) != expected:
-            raise ValueError(
-                f"fc.weight: found shape {list(weight.shape)}; config.json asks for {expected} ({self.draft.num_aux_layers} "
-                f"target layers of {self.draft.target_hidden_size}). config.json and weights must come from the same checkpoint."
-            )
-
     @staticmethod
     def _parameter_path(name: str) -> str:
         top_level = name.startswith(("fc.", "hidden_norm.", "lm_head."))
         return name if top_level else f"model.{name}"
-
-
-def _checked_embedding(embed_tokens: nn.Module | None, hidden_size: int) -> nn.Module:
-    if embed_tokens is None:
-        raise ValueError(
-            "embed_tokens: the DFlash draft ships no embedding, and the target has none on this rank to share. Use a draft "
-            "checkpoint with embed_tokens.weight, or pipeline_parallel_size 1."
-        )
-    width = getattr(embed_tokens, "embedding_dim", hidden_size)
-    if width != hidden_size:
-        raise ValueError(
-            f"hidden_size: the DFlash draft has {hidden_size} and no embedding of its own; the target's embedding is {width} "
-            "wide. Use a draft trained for this target."
-        )
-    return embed_tokens

@@ -12,14 +12,14 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 
-from vllm_dflash.engine.buffers import DraftBuffers
+from vllm_dflash.engine.buffers import DraftBuffers, DraftShape
 from vllm_dflash.engine.draft_backend import DraftAttention
 from vllm_dflash.engine.fused_context import FusedContext
 
 # Context rows of a prefill handled at once: bounds the concatenated copy (84 MB at hidden 4096, 5 layers) and fills the GPU.
 _CONTEXT_CHUNK = 2048
-Picker = Callable[[torch.Tensor, slice], torch.Tensor]
-"""(hidden states [m, H] of sample rows, which sample rows) -> int64 [m] drafts."""
+Picker = Callable[[torch.Tensor, slice, int], torch.Tensor]
+"""(hidden states [m, H] of sample rows, which sample rows, K of the step) -> int64 [m] drafts."""
 
 
 class DraftPass:
@@ -29,7 +29,7 @@ class DraftPass:
         model: draft network (``DFlashDraftModel`` or its duck type).
         buffers: staged inputs and the output ``draft_tokens``.
         pick: turns hidden states into tokens.
-        chunk: sample rows to pick at once.
+        chunk: sample rows to pick at once, rounded up to whole requests.
         anchors_too: up to this many query rows, pick for all of them; the picker must not look at which rows they are.
     """
 
@@ -53,25 +53,31 @@ class DraftPass:
         across_dp: torch.Tensor | None = None,
         *,
         refresh: bool = False,
+        shape: DraftShape | None = None,
     ) -> None:
         """Steps 2 to 5 for ``num_reqs`` requests whose first ``num_context_rows`` context rows are staged.
 
         ``metadata`` None runs without attention and without stores (memory profiling). ``refresh`` recomputes in the graph
-        what the metadata derives from lengths and block tables.
+        what the metadata derives from lengths and block tables. ``shape``: how wide to draft; None for the widest.
         """
         self._write_context(self._combine_context(self.buffers.aux[:num_context_rows]), 0, metadata is not None)
         if refresh:
             assert self.attention is not None
             assert metadata is not None
             self.attention.refresh(metadata, num_reqs)
-        hidden_states = self._forward(num_reqs, metadata, across_dp)
-        self._pick_drafts(hidden_states, num_reqs)
+        shape = shape or self.buffers.shape
+        hidden_states = self._forward(num_reqs * shape.num_query_per_req, metadata, across_dp)
+        self._pick_drafts(hidden_states, num_reqs, shape)
+
+    def store_staged(self, num_context_rows: int) -> None:
+        """Steps 2 and 3 alone, for staged rows: nothing is drafted, but the context stays in step with the target."""
+        self._write_context(self._combine_context(self.buffers.aux[:num_context_rows]), 0, store=True)
 
     def store_context(self, aux_hidden_states: list[torch.Tensor], start: int, end: int, *, store: bool = True) -> None:
         """Context KV of target rows ``start:end``, eagerly and in chunks; ``store`` False only computes it."""
         for begin in range(start, end, _CONTEXT_CHUNK):
             stop = min(begin + _CONTEXT_CHUNK, end)
-            rows = torch.cat([states[begin:stop].to(self.buffers.aux.dtype) for states in aux_hidden_states], dim=-1)
+            rows = self.buffers.context_rows(aux_hidden_states, begin, stop)
             self._write_context(self._combine_context(rows), begin, store)
 
     def _combine_context(self, aux: torch.Tensor) -> torch.Tensor:
@@ -89,11 +95,10 @@ class DraftPass:
         slots = self.attention.context_slots(start, end) if store and self.attention is not None else None
         self.model.precompute_and_store_context_kv(states, query.context_positions[start:end], slots)
 
-    def _forward(self, num_reqs: int, metadata: dict[str, Any] | None, across_dp: torch.Tensor | None) -> torch.Tensor:
-        """The query block through the draft's layers: [num_reqs * Q, H]."""
-        num_tokens = num_reqs * self.buffers.shape.num_query_per_req
+    def _forward(self, num_tokens: int, metadata: dict[str, Any] | None, across_dp: torch.Tensor | None) -> torch.Tensor:
+        """The query block, ``num_tokens`` rows, through the draft's layers: [num_tokens, H]."""
         query = self.buffers.query
-        slots = self.attention.query_slots(num_reqs) if metadata is not None and self.attention is not None else None
+        slots = self.attention.query_slots(num_tokens) if metadata is not None and self.attention is not None else None
         with set_forward_context(
             metadata,
             self._vllm_config,
@@ -108,19 +113,19 @@ class DraftPass:
             )
         return hidden_states
 
-    def _pick_drafts(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
+    def _pick_drafts(self, hidden_states: torch.Tensor, num_reqs: int, shape: DraftShape) -> None:
         """Tokens for the K predicting rows of each request, into ``draft_tokens``."""
-        shape = self.buffers.shape
-        drafts = self.buffers.draft_tokens[:num_reqs]
+        width = shape.num_speculative_tokens
+        drafts = self.buffers.draft_tokens[:num_reqs, :width]
         if hidden_states.shape[0] <= self._anchors_too:
             # The head reads its weights once whatever the rows: taking the anchors along saves a gather.
-            tokens = self._pick(hidden_states, slice(0, hidden_states.shape[0])).view(num_reqs, -1)
-            drafts.copy_(tokens[:, -shape.num_speculative_tokens :])
+            tokens = self._pick(hidden_states, slice(0, hidden_states.shape[0]), width).view(num_reqs, -1)
+            drafts.copy_(tokens[:, -width:])
             return
         blocks = hidden_states.view(num_reqs, shape.num_query_per_req, -1)
-        rows = blocks[:, -shape.num_speculative_tokens :].reshape(drafts.numel(), -1)
+        rows = blocks[:, -width:].reshape(drafts.numel(), -1)
         num_chunks = -(-rows.shape[0] // self._chunk)
-        size = -(-rows.shape[0] // num_chunks)
+        size = -(-num_reqs // num_chunks) * width  # whole requests
         for start in range(0, rows.shape[0], size):
             chunk = slice(start, min(start + size, rows.shape[0]))
-            drafts.view(-1)[chunk].copy_(self._pick(rows[chunk], chunk))
+            drafts[start // width : chunk.stop // width].copy_(self._pick(rows[chunk], chunk, width).view(-1, width))

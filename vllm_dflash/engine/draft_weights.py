@@ -17,6 +17,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
+from vllm_dflash.draft_config import DraftConfig
+
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 STACKED: Mapping[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
@@ -139,6 +141,20 @@ def fold_columns(weight: torch.Tensor, layer_ids: Sequence[int], captured: Seque
     return torch.cat([torch.as_tensor(f) for f in folded], dim=1).to(weight.dtype)
 
 
+def check_fc(weight: torch.Tensor, draft: DraftConfig) -> None:
+    """Refuse an ``fc`` weight of another shape than ``draft`` states, before its columns are rearranged.
+
+    Raises:
+        ValueError: config.json and weights do not belong together.
+    """
+    expected = [draft.hidden_size, draft.fc_input_size]
+    if list(weight.shape) != expected:
+        raise ValueError(
+            f"fc.weight: found shape {list(weight.shape)}; config.json asks for {expected} ({draft.num_aux_layers} "
+            f"target layers of {draft.target_hidden_size}). config.json and weights must come from the same checkpoint."
+        )
+
+
 def fill_context(context_kv: Any, attentions: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Compute the fused weights of ``ContextKV`` from checkpoint tensors, in place.
 
@@ -163,6 +179,20 @@ def fill_context(context_kv: Any, attentions: Sequence[Any], tensors: Mapping[st
 
 def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
     getattr(tensor, "weight_loader", default_weight_loader)(tensor, value)
+
+
+def checked_offsets(offsets: torch.Tensor | None, draft: DraftConfig) -> torch.Tensor:
+    """The checkpoint's ``d2t``; zeros where a head over the first ids of a larger target vocabulary needs none.
+
+    Raises:
+        ValueError: it is missing, and ``draft``'s vocabulary is a reduced one.
+    """
+    if offsets is None and draft.draft_vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"d2t: missing from the draft checkpoint; draft_vocab_size {draft.draft_vocab_size} differs from vocab_size "
+            f"{draft.vocab_size}, so draft ids need a map to target ids. Download the checkpoint again."
+        )
+    return torch.zeros(draft.draft_vocab_size, dtype=torch.int64) if offsets is None else offsets
 
 
 def draft_to_target(offsets: torch.Tensor, target_vocab_size: int) -> torch.Tensor:

@@ -6,13 +6,13 @@ The runner's order: construct (no target yet), ``load_model``, a profile run wit
 """
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig, replace
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -22,17 +22,25 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dflash_kernels.draft_head import FUSED_MAX_ROWS
 from vllm_dflash.engine import compat
-from vllm_dflash.engine.announce import describe, log_notes
+from vllm_dflash.engine.announce import announce
+from vllm_dflash.engine.aux_buffer import store_in_place, why_not_in_place
 from vllm_dflash.engine.block_backend import share_workspace
-from vllm_dflash.engine.buffers import MIB, DraftBuffers, DraftShape
+from vllm_dflash.engine.buffers import DraftBuffers, DraftShape
+from vllm_dflash.engine.capability import Capability, graph_verdict, of_speculator
 from vllm_dflash.engine.capture import announce_layers
+from vllm_dflash.engine.context_gate import ContextGate
 from vllm_dflash.engine.draft_backend import DraftAttention, release_target_groups, separate_by_causality
 from vllm_dflash.engine.draft_pass import DraftPass
+from vllm_dflash.engine.draft_quantization import reserve_workspace
 from vllm_dflash.engine.fused_context import FusedContext, fuse_context
 from vllm_dflash.engine.fused_head import FusedHead, fuse_head
-from vllm_dflash.engine.graphs import DraftGraphManager, StepCounters, request_grid
+from vllm_dflash.engine.graphs import CONTEXT_ONLY, DraftGraphManager, StepCounters, request_grid
 from vllm_dflash.engine.loading import draft_layer_config, load_draft
-from vllm_dflash.engine.pair import resolve_draft
+from vllm_dflash.engine.pair import drafted_context, resolve_draft
+from vllm_dflash.engine.private_head import PrivateHead
+from vllm_dflash.engine.weight_update import keep_through_deep_sleep
+from vllm_dflash.planner import measured
+from vllm_dflash.planner.planner import draft_widths
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -58,6 +66,9 @@ class DraftLifecycle(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any = None) -> None:
         self.draft = resolve_draft(vllm_config)
         announce_layers(vllm_config.speculative_config, self.draft)
+        keep_through_deep_sleep(vllm_config.model_config)
+        self._target_config = vllm_config
+        reserve_workspace(vllm_config, device)
         vllm_config = _without_context_parallel(vllm_config)
         super().__init__(_without_logit_cache(vllm_config), device)
         self.vllm_config = vllm_config
@@ -73,21 +84,25 @@ class DraftLifecycle(DraftModelSpeculator):
             mask_token_id=self.draft.mask_token_id,
             sample_from_anchor=self.draft.sample_from_anchor,
         )
-        self.buffers = DraftBuffers(shape, self.dtype, device)
+        self.buffers = DraftBuffers(shape, self.dtype, device, narrower=_narrower(vllm_config))
         self.draft_tokens = self.buffers.draft_tokens
         if self.speculative_config.draft_sample_method == PROBABILISTIC:
             self.draft_logits = self._allocate_draft_logits(req_states)
+        self.gate = ContextGate(drafted_context(vllm_config, self.draft), num_drafts)
         self.attn_groups: list[list[AttentionGroup]] = []
         self.attention: DraftAttention | None = None
         self.graphs: DraftGraphManager | None = None
         self.counters = StepCounters()
         self._start_line = ""
+        self.capability: Capability | None = None
 
     def _allocate_draft_logits(self, req_states: Any) -> torch.Tensor:
         """Pre-temperature logits of the last proposal, [request states, K, V], read by the next verification.
 
-        V is the target's vocabulary whatever the draft's: ``compute_logits`` returns target ids, and vLLM's rejection sampler
-        verifies only as many columns as the cache has.
+        V is the target's vocabulary whatever the draft's, and every column is kept: vLLM's rejection sampler
+        (``rejection_sampler_utils._compute_local_logits_stats_kernel``) reads one dense row per draft, column v for target token
+        v, for the proposal's normaliser and for the residual that it resamples from. Pairs of token and logit, which a reduced
+        draft vocabulary or a truncated proposal would allow, have no reader there. So only rows are saved.
         """
         rows = compat.compact_request_states(self.vllm_config, req_states, self.buffers.shape.max_requests)
         dtype, fill = self.draft_logits_spec(self.vllm_config)
@@ -101,20 +116,31 @@ class DraftLifecycle(DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft network behind the loaded target."""
         super().load_model(target_model)
+        self._take_aux_in_place(target_model)
         self.supports_mm_inputs = False  # the query block is token ids only
         # The acceptance estimator reads whole logits, a random draw needs them; only argmax can do without.
         self._needs_logits = self.draft_logits is not None or self.acceptance_estimator is not None
         num_rows = self.draft_tokens.numel()
-        self._fused_head: FusedHead | str = "logits are needed"
+        self._fused_head: FusedHead | PrivateHead | str = "logits are needed"
         self._top_tokens = None
+        if self._needs_logits:
+            self.model.drop_private_head("whole logits are needed")
         if not self._needs_logits:
             self._fused_head = fuse_head(self.model, max(num_rows, FUSED_MAX_ROWS))
             self._top_tokens = self.model.get_top_tokens if isinstance(self._fused_head, str) else self._fused_head
         # The fused head bounds its logits itself; samplers that watermark look at whole requests.
-        whole = isinstance(self._fused_head, FusedHead) or self.draft_watermarker is not None
+        whole = not isinstance(self._fused_head, str) or self.draft_watermarker is not None
         chunk = num_rows if whole else _SAMPLE_CHUNK
         anchors_too = 0 if self._needs_logits else FUSED_MAX_ROWS
         self.draft_pass = DraftPass(self.model, self.buffers, self.vllm_config, self._pick, chunk, anchors_too)
+
+    def _take_aux_in_place(self, target_model: nn.Module) -> None:
+        """Let the target store its aux hidden states in our buffer, where it can."""
+        reason = why_not_in_place(target_model, self._target_config, self.draft)
+        if reason is None:
+            store_in_place(target_model, self._target_config, self.buffers.hold_every_row())
+        self._stored_in_place = reason is None
+        self._aux_fact = "aux hidden states stored in place" if reason is None else f"aux hidden states copied ({reason})"
 
     @property
     def attn_vllm_config(self) -> VllmConfig:
@@ -144,6 +170,7 @@ class DraftLifecycle(DraftModelSpeculator):
             self.num_query_per_req,
             self.max_model_len,
             self.device,
+            tuple(shape.num_query_per_req for shape in self.buffers.shapes.values())[:-1],
         )
         self.draft_pass.attention = self.attention
         self._caches_bound = False
@@ -155,18 +182,19 @@ class DraftLifecycle(DraftModelSpeculator):
         """Choose the request counts to capture. Any graph mode of the target will do; only NONE means eager."""
         support = self.attn_cg_support.min_cg_support
         wanted = cudagraph_mode != CUDAGraphMode.NONE
-        possible = support.value >= AttentionCGSupport.UNIFORM_BATCH.value
-        if wanted and not possible:
+        self._graph_verdict = graph_verdict(wanted, support, self.attn_cg_support.min_cg_attn_backend)
+        if wanted and self._graph_verdict is not None:
             logger.warning(
-                "The DFlash draft runs without CUDA graphs: its attention backend %s supports only %s. Set "
-                '"attention_backend": "FLASH_ATTN" or "TRITON_ATTN" in the speculative config.',
-                self.attn_cg_support.min_cg_attn_backend,
-                support.name,
+                f"DFlash draft: {self._graph_verdict}. Set "
+                '"attention_backend": "FLASH_ATTN" or "TRITON_ATTN" in the speculative config.'
             )
         shape = self.buffers.shape
         limit = min(shape.max_requests, max(1, shape.max_num_tokens // shape.num_query_per_req))
-        grid = request_grid(limit) if wanted and possible else ()
-        self.graphs = DraftGraphManager(self.vllm_config, self.device, self.num_query_per_req, grid)
+        grid = request_grid(limit) if self._graph_verdict is None else ()
+        rows = {shape.num_query_per_req for shape in self.buffers.shapes.values()} - {self.num_query_per_req}
+        # Steps that draft nothing have a graph too where the width may change: one row per request, its context.
+        narrower = {CONTEXT_ONLY, *rows} if rows else rows
+        self.graphs = DraftGraphManager(self.vllm_config, self.device, self.num_query_per_req, grid, narrower)
         self._announce()
 
     def capture(self) -> None:
@@ -175,6 +203,8 @@ class DraftLifecycle(DraftModelSpeculator):
         if not self._caches_bound:
             self._bind_caches()
         self.graphs.capture_steps(self._prepare_capture)
+        for rows, seconds in self.graphs.time_drafts():
+            measured.record_draft(rows, seconds)
         self.buffers.query.reset()
         self.counters = StepCounters()  # vLLM's kernel warm-up runs steps before there are graphs
 
@@ -185,65 +215,66 @@ class DraftLifecycle(DraftModelSpeculator):
         fused = fuse_context(self.model, self.attention.layer_rows)
         if isinstance(fused, FusedContext):
             self.draft_pass.fused_context = fused
-        logger.info_once(
-            f"DFlash draft: context KV {f'written layer by layer ({fused})' if isinstance(fused, str) else 'in one kernel'}, "
-            f"head {f'through whole logits ({self._fused_head})' if isinstance(self._fused_head, str) else 'fused with argmax'}"
-        )
+        assert self.capability is not None
+        self.capability = dataclasses.replace(self.capability, fused_context=fused if isinstance(fused, str) else None)
+        logger.info_once(f"DFlash draft: {self.capability.fusions}")
 
-    def _prepare_capture(self, num_reqs: int) -> Any:
-        """Inputs outside the graph for ``num_reqs`` requests; returns the step to record."""
+    def _prepare_capture(self, num_reqs: int, num_query: int) -> Any:
+        """Inputs outside the graph for ``num_reqs`` requests of ``num_query`` rows; returns the step to record."""
         assert self.attention is not None
         self.block_tables.get_dummy_block_tables(num_reqs)
-        self.buffers.prepare_capture(num_reqs)
-        bound = torch.full((num_reqs,), self.max_model_len, dtype=torch.int32)
-        metadata = self.attention.build(num_reqs, self.max_model_len, bound, capture=True)
-        # The builder may have changed lengths while it built (vLLM's Triton backend sets them to 1).
-        self.buffers.prepare_capture(num_reqs)
-        rows = self.buffers.shape.graph_context_rows(num_reqs)
         draft_pass = self.draft_pass
-        num_tokens = num_reqs * self.num_query_per_req
-        across_dp = torch.full((self.dp_size,), num_tokens, dtype=torch.int32) if self.dp_size > 1 else None
-        return lambda: draft_pass.run(num_reqs, rows, metadata, across_dp, refresh=True)
+        shape = next((s for s in self.buffers.shapes.values() if s.num_query_per_req == num_query), None)
+        if shape is None:
+            assert num_query == CONTEXT_ONLY
+            self.buffers.prepare_capture(num_reqs, self.buffers.shape)
+            return lambda: draft_pass.store_staged(num_reqs)
+        self.buffers.prepare_capture(num_reqs, shape)
+        bound = torch.full((num_reqs,), self.max_model_len, dtype=torch.int32)
+        metadata = self.attention.build(num_reqs, self.max_model_len, bound, capture=True, num_query=num_query)
+        # The builder may have changed lengths while it built (vLLM's Triton backend sets them to 1).
+        self.buffers.prepare_capture(num_reqs, shape)
+        rows = shape.graph_context_rows(num_reqs)
+        across_dp = torch.full((self.dp_size,), num_reqs * num_query, dtype=torch.int32) if self.dp_size > 1 else None
+        return lambda: draft_pass.run(num_reqs, rows, metadata, across_dp, refresh=True, shape=shape)
 
     def _announce(self) -> None:
         """One start-up line with everything that decides speed or acceptance."""
-        assert self.attention is not None
-        assert self.graphs is not None
-        causal = self.model.get_draft_attn_causal()
-        cache = 0 if self.draft_logits is None else self.draft_logits.nbytes
-        head = 0 if isinstance(self._fused_head, str) else self._fused_head.workspace.nbytes
-        grid = self.graphs.grid
-        line = (
-            f"DFlash draft: {type(self.model).__name__}, {self.draft.num_layers} layers, {self.dtype}, K="
-            f"{self.num_speculative_steps} of block {self.draft.draft_block_size}, {describe(self.draft)}, attention "
-            f"{'/'.join(self.attention.backend_names)}, {causal.count(False)} of {len(causal)} layers non-causal, "
-            f"{len(self.attention.group_ids)} KV group(s), metadata "
-            f"{'in the graph' if self.attention.refreshes_in_graph else 'built every step'}, "
-            f"{f'{len(grid)} CUDA graphs for 1 to {grid[-1]} requests' if grid else 'no CUDA graphs'}, buffers "
-            f"{(self.buffers.num_bytes + self._attention_bytes + head) / MIB:.1f} MiB, draft logits {cache / MIB:.1f} MiB"
-        )
-        if line != self._start_line:  # profiling comes here first
-            logger.info(line)
-            log_notes(logger, self.draft)
-        self._start_line = line
+        self.capability = of_speculator(self)
+        facts = self.capability.facts
+        self._start_line = announce(logger, self.draft, self.num_speculative_steps, facts, self._start_line)
 
-    def _pick(self, hidden_states: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Drafts int64 [m] from hidden states [m, H] of the sample rows ``rows``."""
+    def _pick(self, hidden_states: torch.Tensor, rows: slice, width: int) -> torch.Tensor:
+        """Drafts int64 [m] from hidden states [m, H] of the sample rows ``rows`` of a step that drafts ``width`` tokens."""
         if self._top_tokens is not None:
             tokens: torch.Tensor = self._top_tokens(hidden_states)
             return tokens
         query = self.buffers.query
+        self._first_picked = rows.start // width
         sampled: torch.Tensor = self.sample_draft(
             hidden_states,
             query.sample_positions[rows],
             query.sample_req_state[rows],
             self.temperature,
             self.seeds,
-            self.buffers.sample_steps[rows],
+            self.buffers.sample_steps[width][rows],
             self.draft_logits,
-            **compat.sample_draft_extra(self.num_speculative_steps),
+            **compat.sample_draft_extra(width),
         )
         return sampled
+
+    def _maybe_predict_acceptance(self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor) -> None:
+        """As in the base class, for a batch that is picked in chunks: vLLM's kernel counts the requests of a call from 0."""
+        if self.acceptance_estimator is not None:
+            confidence = self.draft_token_confidence_probs[self._first_picked :]
+            self.acceptance_estimator.predict(logits, idx_mapping, draft_step, confidence, self.temperature)
+
+
+def _narrower(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Widths below K that get draft steps of their own: where K follows the load."""
+    speculative = vllm_config.speculative_config
+    changes = speculative.uses_dynamic_speculative_decoding()
+    return draft_widths(speculative.num_speculative_tokens)[:-1] if changes else ()
 
 
 def _without_context_parallel(vllm_config: VllmConfig) -> VllmConfig:

@@ -14,7 +14,9 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
 
 from vllm_dflash.draft_config import DraftConfig
 from vllm_dflash.engine.block_backend import choose_backend
+from vllm_dflash.engine.private_head import watch_updates
 from vllm_dflash.engine.target_vocabulary import shared_vocabulary
+from vllm_dflash.engine.variant_choice import resolve_weights
 
 
 def draft_layer_config(vllm_config: VllmConfig, draft: DraftConfig) -> VllmConfig:
@@ -56,9 +58,9 @@ def load_draft(target: nn.Module, vllm_config: VllmConfig, draft: DraftConfig) -
     Raises:
         ValueError: the checkpoint does not fit its config, or this rank has no embedding or head to share.
     """
+    config = resolve_weights(draft_layer_config(vllm_config, draft), draft)
     with set_model_tag("dflash_draft"):  # its own compile cache: the target's would clash with equal shapes
-        model: nn.Module = get_model(
-            vllm_config=draft_layer_config(vllm_config, draft), model_config=vllm_config.speculative_config.draft_model_config
-        )
+        model: nn.Module = get_model(vllm_config=config, model_config=vllm_config.speculative_config.draft_model_config)
     model.share(*shared_vocabulary(target))  # type: ignore[operator]  # our DFlashDraftModel, found through vLLM's registry
+    watch_updates(target, model)
     return model

@@ -6,6 +6,7 @@ class under the name ``DFlashProposer`` in ``vllm.v1.worker.gpu_model_runner``, 
 ``isinstance`` against it, so rebinding the name is the whole integration.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +25,15 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_dflash.engine import attention, capture
+from vllm_dflash.engine.announce import announce
+from vllm_dflash.engine.capability import of_proposer
 from vllm_dflash.engine.draft_sampling import sample_drafts
-from vllm_dflash.engine.pair import resolve_draft
-from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, query_block
+from vllm_dflash.engine.pair import drafted_context, resolve_draft
+from vllm_dflash.engine.private_head import watch_updates
+from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block, within_limit
 from vllm_dflash.engine.target_vocabulary import shared_vocabulary
+from vllm_dflash.engine.variant_choice import resolve_weights
+from vllm_dflash.planner import measured
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -45,10 +51,13 @@ class DFlashProposer(SpecDecodeBaseProposer):
         self.draft = resolve_draft(vllm_config)
         super().__init__(vllm_config=vllm_config, device=device, pass_hidden_states_to_model=True, runner=runner)
         self._runner = runner
+        self._limit = drafted_context(vllm_config, self.draft)
+        self._start_line = ""
         self._skip = 0 if self.draft.sample_from_anchor else 1
         self.supports_mm_inputs = False  # the draft reads hidden states, which hold the images already
         # Leaving rows out needs their number on the host, and every DP rank must run the same forwards.
         self._compact = device.type == "cpu"
+        self._idle: frozenset[str] = frozenset()  # requests that the planner does not draft for in this step
         self._skip_prefill = self._compact and vllm_config.parallel_config.data_parallel_size == 1
         self._allocate_query_buffers()
         capture.announce_layers(self.speculative_config, self.draft)
@@ -66,9 +75,10 @@ class DFlashProposer(SpecDecodeBaseProposer):
         layers = _attention_layers(self.vllm_config)
         self._draft_attn_layer_names = set(layers) - before
         self.model.share(*shared_vocabulary(target_model))
+        watch_updates(target_model, self.model)
         how = capture.ensure_capture(target_model, self.vllm_config)
         self._lift_length_gate()
-        self._log_start(how)
+        self._aux_fact = f"aux hidden states captured by {how}"
 
     def initialize_attn_backend(self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None) -> None:
         """Find the draft's KV-cache group and build its metadata builders."""
@@ -87,6 +97,8 @@ class DFlashProposer(SpecDecodeBaseProposer):
         )
         self.draft_attn_groups = [entry.group for entry in self._groups]  # the runner binds KV caches through these
         self.block_size = spec.block_size
+        self.capability = of_proposer(self)
+        self._start_line = announce(logger, self.draft, self.num_speculative_tokens, self.capability.facts, self._start_line)
 
     @torch.inference_mode()
     def dummy_run(
@@ -146,7 +158,8 @@ class DFlashProposer(SpecDecodeBaseProposer):
         Returns:
             int64 [B, K]; requests that cannot use drafts get zeros.
         """
-        self.num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens = int(num_speculative_tokens)
+        self._idle = getattr(num_speculative_tokens, "idle", frozenset())
         self._last_draft_probs: torch.Tensor | None = None
         total = target_hidden_states.shape[0]
         committed = committed_rows(
@@ -160,30 +173,41 @@ class DFlashProposer(SpecDecodeBaseProposer):
         if num_speculative_tokens == 0:
             return next_token_ids.new_empty((next_token_ids.shape[0], 0), dtype=torch.int64)
         block = self._query_block(committed, next_token_ids, common_attn_metadata)
-        if block.requests is not None and block.requests.numel() == 0:
+        if block.sample_rows is not None and block.sample_rows.numel() == 0:
+            if not self._skip_prefill:  # other data-parallel ranks wait for this one in their forward
+                self.dummy_run(1)
             return next_token_ids.new_zeros((next_token_ids.shape[0], num_speculative_tokens), dtype=torch.int64)
+        began = time.perf_counter()
         hidden_states = self._draft_forward(block, common_attn_metadata)
-        return self._pick(hidden_states, block, sampling_metadata, next_token_ids.shape[0])
+        drafts = self._pick(hidden_states, block, sampling_metadata, next_token_ids.shape[0])
+        if self._compact:  # elsewhere the host only launches
+            measured.record_draft(block.input_ids.shape[0], time.perf_counter() - began)
+        return drafts
 
     def _store_context(self, committed: CommittedRows, target_hidden_states: torch.Tensor) -> None:
         """Steps 1 and 2: fc over the committed rows' aux states, then K/V of all layers into the cache."""
+        if self._limit is not None:
+            committed = within_limit(committed, self._limit, compact=self._compact)
         if committed.rows is not None:
+            if committed.rows.numel() == 0:
+                return
             target_hidden_states = target_hidden_states[committed.rows]
         states = self.model.combine_hidden_states(target_hidden_states)
         self.model.precompute_and_store_context_kv(states, committed.positions, committed.slots)
 
     def _query_block(self, committed: CommittedRows, next_token_ids: torch.Tensor, common: CommonAttentionMetadata) -> QueryBlock:
         """Step 3: ids, positions and slots of the query rows."""
+        width = self.num_speculative_tokens + self._skip
         return query_block(
             committed.anchors,
             next_token_ids,
             common.block_table_tensor,
-            self._drafting(next_token_ids.shape[0]),
+            self._drafting(committed.anchors),
             num_speculative_tokens=self.num_speculative_tokens,
             skip=self._skip,
             mask_token_id=self.draft.mask_token_id,
             kv_block_size=self.block_size,
-            max_model_len=self.max_model_len,
+            max_model_len=self.max_model_len if self._limit is None else min(self.max_model_len, self._limit + width),
             compact=self._compact,
         )
 
@@ -228,13 +252,13 @@ class DFlashProposer(SpecDecodeBaseProposer):
         else:
             rows = hidden_states[block.sample_rows]
         if not self._enable_probabilistic_draft_probs or sampling_metadata.all_greedy:
-            return _place(self.model.get_top_tokens(rows), block.places, batch_size * width).view(batch_size, width)
+            return place(self.model.get_top_tokens(rows), block.places, batch_size * width).view(batch_size, width)
         temperature = sampling_metadata.temperature.repeat_interleave(width)
         if block.places is not None:
             temperature = temperature[block.places]
         tokens, probs = sample_drafts(self.model.compute_logits(rows), temperature)
-        self._last_draft_probs = _place(probs, block.places, batch_size * width).view(batch_size, width, -1)
-        return _place(tokens, block.places, batch_size * width).view(batch_size, width)
+        self._last_draft_probs = place(probs, block.places, batch_size * width).view(batch_size, width, -1)
+        return place(tokens, block.places, batch_size * width).view(batch_size, width)
 
     # -- overridden parts of the base class ------------------------------------------------------------------------------
 
@@ -256,7 +280,7 @@ class DFlashProposer(SpecDecodeBaseProposer):
         return replace(base, attention_config=replace(base.attention_config, use_non_causal=not self.draft.is_causal))
 
     def _get_model(self) -> Any:  # a DFlashDraftModel, possibly in one of vLLM's graph wrappers later
-        draft_config = self._create_draft_vllm_config()
+        draft_config = resolve_weights(self._create_draft_vllm_config(), self.draft)
         with set_model_tag("dflash_draft"):  # a compile cache of its own
             return get_model(
                 vllm_config=draft_config,
@@ -294,45 +318,33 @@ class DFlashProposer(SpecDecodeBaseProposer):
             )
         return hidden_states
 
-    def _drafting(self, batch_size: int) -> torch.Tensor | None:
-        """Requests whose drafts will be verified, bool [B]; None for all. The scheduler drops drafts made in mid-prefill."""
+    def _drafting(self, anchors: torch.Tensor) -> torch.Tensor | None:
+        """Requests whose drafts will be verified, bool [B]; None for all.
+
+        The scheduler drops drafts made in mid-prefill, those of requests with more context than the draft serves, and those that
+        the planner does not want.
+        """
         mask = getattr(self._runner, "discard_request_mask", None)
-        if not self._skip_prefill or mask is None or not mask.np[:batch_size].any():
+        if not self._skip_prefill or mask is None:
             return None
-        drafting: torch.Tensor = ~mask.gpu[:batch_size]
-        return drafting
+        dropped: torch.Tensor = mask.gpu[: anchors.shape[0]]
+        if self._limit is not None:
+            dropped = dropped | (anchors > self._limit)
+        if self._idle:
+            names = self._runner.input_batch.req_ids[: anchors.shape[0]]
+            dropped = dropped | torch.tensor([name in self._idle for name in names])
+        return ~dropped if bool(dropped.any()) else None
 
     def _lift_length_gate(self) -> None:
-        """Let the runner call us near ``max_model_len``.
+        """Let the runner call us near ``max_model_len``: query rows beyond it are handled one by one here.
 
-        It would skip the *whole* batch when one request comes within K + 1 positions of the limit, which leaves holes in the
-        other requests' context KV (``_input_fits_in_drafter``). Query rows beyond the limit are handled one by one here.
+        It would skip the *whole* batch for one such request and leave holes in the others' context (``_input_fits_in_drafter``).
         """
         if self._runner is not None:
             self._runner.effective_drafter_max_model_len = self.max_model_len + self.num_speculative_tokens + 1
-
-    def _log_start(self, how: str) -> None:
-        draft = self.draft
-        windows = sorted({layer.window or 0 for layer in draft.layers})
-        logger.info_once(
-            f"vllm-dflash drafts {self.num_speculative_tokens} tokens per step: {draft.num_layers} layers, trained for "
-            f"{draft.max_num_speculative_tokens}, mask token {draft.mask_token_id}, target layers {list(draft.target_layer_ids)} "
-            f"({how} capture), {'causal' if draft.is_causal else 'non-causal'}, windows {windows} (0 is full)."
-        )
-        for note in draft.notes:
-            logger.warning_once(f"vllm-dflash: {note}.")
 
 
 def _attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     """Attention layers with a KV cache, by name."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     return {name: layer for name, layer in layers.items() if layer.get_kv_cache_spec(vllm_config) is not None}
-
-
-def _place(values: torch.Tensor, places: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Scatter rows ``values`` [m, ...] to ``places`` of a zero tensor [size, ...]; unchanged when no row was left out."""
-    if places is None:
-        return values
-    result = values.new_zeros(size, *values.shape[1:])
-    result[places] = values
-    return result

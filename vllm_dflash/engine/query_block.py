@@ -93,6 +93,18 @@ def committed_rows(
     return CommittedRows(rows, positions[rows], slots[rows], anchors)
 
 
+def within_limit(committed: CommittedRows, limit: int, *, compact: bool) -> CommittedRows:
+    """``committed`` without (``compact``), or with padding for, its rows at positions from ``limit`` on."""
+    kept = committed.positions < limit
+    if not compact:
+        positions = torch.where(kept, committed.positions, 0)
+        return dataclasses.replace(committed, positions=positions, slots=torch.where(kept, committed.slots, PAD_SLOT))
+    if bool(kept.all()):
+        return committed
+    rows = kept.nonzero().squeeze(1) if committed.rows is None else committed.rows[kept]
+    return dataclasses.replace(committed, rows=rows, positions=committed.positions[kept], slots=committed.slots[kept])
+
+
 def query_block(
     anchors: torch.Tensor,
     next_token_ids: torch.Tensor,
@@ -161,3 +173,12 @@ def _only_wanted(
         places=drafted[:, skip:].flatten().nonzero().squeeze(1),
         width=wanted.shape[1],
     )
+
+
+def place(values: torch.Tensor, places: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Scatter rows ``values`` [m, ...] to ``places`` of a zero tensor [size, ...]; unchanged when no row was left out."""
+    if places is None:
+        return values
+    result = values.new_zeros(size, *values.shape[1:])
+    result[places] = values
+    return result

@@ -30,6 +30,8 @@ from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dflash_kernels.query_block import TargetStep
+from vllm_dflash.engine.buffers import DraftShape
+from vllm_dflash.engine.graphs import CONTEXT_ONLY
 from vllm_dflash.engine.lifecycle import DraftLifecycle
 
 
@@ -38,14 +40,22 @@ class _Step:
     """What the host knows of one draft step."""
 
     desc: BatchExecutionDescriptor
+    shape: DraftShape
     num_reqs: int
     num_context_rows: int
     dummy: bool
     num_tokens_across_dp: torch.Tensor | None
+    drafts: bool = True
 
-    def num_reqs_padded(self, num_query_per_req: int) -> int:
+    @property
+    def num_reqs_padded(self) -> int:
         """Requests that the draft step runs, padding of a graph or of other data-parallel ranks included."""
-        return int(self.desc.num_tokens // num_query_per_req)
+        return int(self.desc.num_tokens // self.rows_per_req)
+
+    @property
+    def rows_per_req(self) -> int:
+        """Rows that each request has in this step's graph."""
+        return self.shape.num_query_per_req if self.drafts else CONTEXT_ONLY
 
     @property
     def in_graph(self) -> bool:
@@ -78,26 +88,73 @@ class DFlashSpeculator(DraftLifecycle):
     ) -> torch.Tensor:
         """Drafts for the next verification, int64 [num_reqs, K]; arguments as in ``BaseSpeculator.propose``.
 
-        ``num_speculative_tokens`` 0 stores the context KV only; fewer than K drafts all K, and the runner masks the rest.
+        ``num_speculative_tokens`` 0 stores the context KV only; fewer than K run the narrowest step that drafts as many, and
+        the runner masks the rest.
         """
         aux = self._check_aux(aux_hidden_states)
         if dummy_run and skip_attn_for_dummy_run:
             return self._profile_without_attention(input_batch, aux)
         if not self._caches_bound:
             self._bind_caches()
-        step = self._plan(input_batch, dp_sync_state, dummy_run, is_profile)
-        self._build_query_block(step, input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        self.model.refresh_head()
+        if not dummy_run and self.dp_size == 1 and self.gate.closes_all(input_batch, input_batch.num_reqs):
+            return self.draft_tokens[: input_batch.num_reqs]
+        sampled = (num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        if num_speculative_tokens == 0 and self._context_alone:
+            return self._keep_context(input_batch, aux, dummy_run, sampled)
+        shape = self._shape_for(num_speculative_tokens or self.num_speculative_steps)
+        step = self._plan(input_batch, dp_sync_state, dummy_run, is_profile, shape)
+        if dummy_run:
+            self._warm_up_narrower(step, input_batch, sampled)
+        self._build_query_block(step, input_batch, *sampled)
         if num_speculative_tokens == 0:
             self.draft_pass.store_context(aux, 0, step.num_context_rows)
             self.counters.context_only += not dummy_run
             return self.draft_tokens[: input_batch.num_reqs]
         self._stage_sampling(step, input_batch, temperature, seeds)
         self._stage_context(step, aux)
-        self._prepare_eplb_forward(step.num_reqs * self.num_query_per_req)
+        self._prepare_eplb_forward(step.num_reqs * shape.num_query_per_req)
         self._run(step, input_batch)
         return self.draft_tokens[: input_batch.num_reqs]
 
+    def _shape_for(self, num_speculative_tokens: int) -> DraftShape:
+        """The narrowest shape that drafts as many tokens."""
+        return next(shape for width, shape in self.buffers.shapes.items() if width >= num_speculative_tokens)
+
+    def _warm_up_narrower(self, step: _Step, input_batch: InputBatch, sampled: tuple[torch.Tensor, ...]) -> None:
+        """Compile the query block kernel for every width, in a dummy run; serving must not."""
+        for shape in list(self.buffers.shapes.values())[:-1]:
+            desc = BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.NONE, num_tokens=step.num_reqs * shape.num_query_per_req, num_reqs=step.num_reqs
+            )
+            self._build_query_block(dataclasses.replace(step, desc=desc, shape=shape), input_batch, *sampled)
+
+    @property
+    def _context_alone(self) -> bool:
+        """Whether steps without drafts have a graph of their own (data-parallel ranks run the same as each other)."""
+        return self.graphs is not None and CONTEXT_ONLY in self.graphs.grids and self.dp_size == 1
+
+    def _keep_context(
+        self, input_batch: InputBatch, aux: list[torch.Tensor], dummy: bool, sampled: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """A step that drafts nothing: slots, then the context KV of all rows, in a graph where they are one per request."""
+        assert self.graphs is not None
+        num_reqs, num_rows = input_batch.num_reqs, input_batch.num_tokens
+        desc = self.graphs.dispatch(num_reqs, num_reqs, CONTEXT_ONLY, 0)
+        step = _Step(desc, next(iter(self.buffers.shapes.values())), num_reqs, num_rows, dummy, None, drafts=False)
+        self._build_query_block(step, input_batch, *sampled)
+        staged = min(num_rows, step.num_reqs_padded) if step.in_graph else 0
+        self.buffers.stage_aux(aux, staged)
+        self.draft_pass.store_context(aux, staged, num_rows)
+        if step.in_graph:
+            self.graphs.run_fullgraph(desc)
+        self.counters.context_only += not dummy
+        return self.draft_tokens[:num_reqs]
+
     def _check_aux(self, aux_hidden_states: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """The target's list; empty where the target has stored the states in ``buffers.aux`` itself."""
+        if self._stored_in_place and not aux_hidden_states:
+            return []
         width = sum(states.shape[-1] for states in aux_hidden_states or ())
         if not aux_hidden_states or width != self.buffers.shape.aux_width:
             raise ValueError(
@@ -115,26 +172,26 @@ class DFlashSpeculator(DraftLifecycle):
         self.draft_pass.run(num_reqs, self.buffers.shape.graph_context_rows(num_reqs), None)
         return self.draft_tokens[:num_reqs]
 
-    def _plan(self, input_batch: InputBatch, sync: DPSyncState | None, dummy: bool, is_profile: bool) -> _Step:
+    def _plan(self, input_batch: InputBatch, sync: DPSyncState | None, dummy: bool, is_profile: bool, shape: DraftShape) -> _Step:
         """Pick the graph, in agreement with the other data-parallel ranks; host work only."""
         num_reqs = input_batch.num_reqs
         if dummy and sync is not None:
             num_reqs = min(num_reqs, sync.num_reqs)
-        num_tokens = num_reqs * self.num_query_per_req
+        num_tokens = num_reqs * shape.num_query_per_req
         if sync is not None:
-            sync, num_tokens = self._build_uniform_batch_dp_sync(sync, num_reqs, self.num_query_per_req)
+            sync, num_tokens = self._build_uniform_batch_dp_sync(sync, num_reqs, shape.num_query_per_req)
         desc, sync = dispatch_cg_and_sync_dp(
             self.graphs,
             num_reqs,
             num_tokens,
-            uniform_token_count=self.num_query_per_req,
+            uniform_token_count=shape.num_query_per_req,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
             need_eager=is_profile,
             dp_sync_state=sync,
         )
         across_dp = None if sync is None else sync.num_tokens_across_dp
-        return _Step(desc, num_reqs, input_batch.num_tokens, dummy, across_dp)
+        return _Step(desc, shape, num_reqs, input_batch.num_tokens, dummy, across_dp)
 
     def _build_query_block(
         self,
@@ -151,6 +208,8 @@ class DFlashSpeculator(DraftLifecycle):
             self.block_tables.gather_block_tables(input_batch.idx_mapping, num_reqs_padded=step.num_reqs)
         # The block tables of a dummy run are placeholders, so nothing may be stored through them.
         mapping = self.buffers.inert_requests[: step.num_reqs] if step.dummy else input_batch.idx_mapping
+        if not step.dummy:
+            num_sampled = self.gate.sampled(input_batch, step.num_reqs, num_sampled, num_rejected)
         target_step = TargetStep(
             input_batch.query_start_loc,
             input_batch.positions,
@@ -161,7 +220,9 @@ class DFlashSpeculator(DraftLifecycle):
             next_prefill_tokens,
             num_blocks=self.block_tables.num_blocks.gpu,  # its address changes with every step
         )
-        self.buffers.fill(input_batch, target_step, step.num_reqs, step.num_reqs_padded(self.num_query_per_req))
+        self.buffers.fill(input_batch, target_step, step.num_reqs, step.num_reqs_padded, step.shape)
+        if not step.dummy:
+            self.gate.drop_context(input_batch, step.num_reqs, self.buffers.query, step.num_context_rows)
 
     def _stage_sampling(self, step: _Step, input_batch: InputBatch, temperature: torch.Tensor, seeds: torch.Tensor) -> None:
         """Copy sampling state ([max_num_reqs] by request state) to the graph's addresses; argmax needs none."""
@@ -176,7 +237,7 @@ class DFlashSpeculator(DraftLifecycle):
 
     def _stage_context(self, step: _Step, aux: list[torch.Tensor]) -> None:
         """Stage the rows that the draft step stores itself; a prefill's rows behind them are stored here."""
-        staged = min(step.num_context_rows, self.buffers.shape.graph_context_rows(step.num_reqs_padded(self.num_query_per_req)))
+        staged = min(step.num_context_rows, step.shape.graph_context_rows(step.num_reqs_padded))
         self.buffers.stage_aux(aux, staged)
         self.draft_pass.store_context(aux, staged, step.num_context_rows)
         if not step.dummy:
@@ -185,18 +246,18 @@ class DFlashSpeculator(DraftLifecycle):
     def _run(self, step: _Step, input_batch: InputBatch) -> None:
         """Steps 2 to 5: replayed, or launched one by one where graphs are off."""
         assert self.attention is not None
-        num_reqs = step.num_reqs_padded(self.num_query_per_req)
+        num_reqs, num_query = step.num_reqs_padded, step.shape.num_query_per_req
         metadata = None
         if not (step.in_graph and self.attention.refreshes_in_graph):
             bound = torch.zeros(num_reqs, dtype=torch.int32)
-            bound[: step.num_reqs] = input_batch.seq_lens_cpu_upper_bound[: step.num_reqs] + self.num_query_per_req
+            bound[: step.num_reqs] = input_batch.seq_lens_cpu_upper_bound[: step.num_reqs] + num_query
             bound.clamp_(max=self.max_model_len)
-            metadata = self.attention.build(num_reqs, int(bound.max()), bound, capture=False)
+            metadata = self.attention.build(num_reqs, int(bound.max()), bound, capture=False, num_query=num_query)
         if step.in_graph:
             assert self.graphs is not None
             self.graphs.run_fullgraph(step.desc)
             self.counters.graph += not step.dummy
             return
-        rows = min(step.num_context_rows, self.buffers.shape.graph_context_rows(num_reqs))
-        self.draft_pass.run(num_reqs, rows, metadata, step.num_tokens_across_dp)
+        rows = min(step.num_context_rows, step.shape.graph_context_rows(num_reqs))
+        self.draft_pass.run(num_reqs, rows, metadata, step.num_tokens_across_dp, shape=step.shape)
         self.counters.eager += not step.dummy

@@ -72,6 +72,26 @@ def embedding_scale(owner: nn.Module, config: Any) -> float:
     return 1.0
 
 
+def checked_embedding(embed_tokens: nn.Module | None, hidden_size: int) -> nn.Module:
+    """``embed_tokens`` as it is.
+
+    Raises:
+        ValueError: there is none, or its width is not the draft's ``hidden_size``.
+    """
+    if embed_tokens is None:
+        raise ValueError(
+            "embed_tokens: the DFlash draft ships no embedding, and the target has none on this rank to share. Use a draft "
+            "checkpoint with embed_tokens.weight, or pipeline_parallel_size 1."
+        )
+    width = getattr(embed_tokens, "embedding_dim", hidden_size)
+    if width != hidden_size:
+        raise ValueError(
+            f"hidden_size: the DFlash draft has {hidden_size} and no embedding of its own; the target's embedding is {width} "
+            "wide. Use a draft trained for this target."
+        )
+    return embed_tokens
+
+
 def _owner(modules: dict[str, nn.Module], name: str) -> nn.Module:
     """The module that multiplies: the parent of ``name``, or of the LoRA wrapper around it."""
     parent = name.rpartition(".")[0]

@@ -2,6 +2,7 @@
 """What a loaded draft can take as an update of its weights (RL weight sync, wake-up from a deep sleep), and what not."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,12 +27,13 @@ class UpdateGuard:
         if self._names is None:
             self._names, self._made_while_loading = names, sorted(made_while_loading)
 
-    def check(self, names: frozenset[str], parameters: Sequence[torch.Tensor]) -> None:
+    def check(self, names: frozenset[str], parameters: Sequence[torch.Tensor], *, packed: bool = False) -> None:
         """Refuse an update that would be applied by half.
 
         Args:
             names: tensors of the update.
             parameters: the draft's own.
+            packed: they were quantised after the first load.
 
         Raises:
             ValueError: some tensors only, or memory that cannot be filled.
@@ -45,7 +47,7 @@ class UpdateGuard:
                 f"{len(self._names)} of the first load in one call, since fc and the fused K/V weights are computed from whole "
                 "tensors. Send the whole draft at once."
             )
-        if any(parameter.numel() == 0 for parameter in parameters):
+        if packed or any(parameter.numel() == 0 for parameter in parameters):
             raise ValueError(
                 "draft weight update: vLLM packed the weights for this platform after the first load, so load_weights alone "
                 "cannot fill them. Use vLLM's reload_weights, or restart the engine."
@@ -55,6 +57,18 @@ class UpdateGuard:
                 f"draft weight update: {', '.join(self._made_while_loading)} came with the first load, and vLLM's layer by layer "
                 "reload restores only what was there before it. Restart the engine with the new checkpoint."
             )
+
+
+def keep_through_deep_sleep(model_config: Any) -> None:
+    """Have vLLM keep the draft's own weights in host memory while the engine sleeps at level 2.
+
+    That level drops all weights, and ``reload_weights`` brings back the target's only: the draft would go on with whatever its
+    memory holds then, which no text shows, only the speed. Where the user names parameters of the draft, that is obeyed.
+    """
+    names = getattr(model_config, "sleep_preserve_parameter_names", None)
+    if names is None or not model_config.enable_sleep_mode or any(name.startswith("draft.") for name in names):
+        return
+    model_config.sleep_preserve_parameter_names = [*names, "draft.*"]
 
 
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from vllm_dflash.checkpoint import TargetFacts, check_pair
 from vllm_dflash.reference.model import DFlashDraft, load_draft
@@ -105,7 +105,13 @@ def load_pair(
         CheckpointError: the two do not belong together, or the draft's config.json cannot be read.
         ValueError: see `load_draft`.
     """
-    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=dtype).to(device).eval()
+    config = AutoConfig.from_pretrained(target_folder)
+    # transformers' fused attention leaves out the soft cap of Gemma 2's scores
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=dtype, attn_implementation="eager" if capped else None).to(
+        device
+    )
+    model.eval()
     draft = load_draft(draft_folder, model, dtype)
     shape = model.config.get_text_config()
     check_pair(draft.config, TargetFacts(shape.hidden_size, shape.num_hidden_layers, shape.vocab_size))

@@ -37,6 +37,7 @@ class Engine:
         if draft is not None:
             speculative = {"method": "dflash", "model": str(draft)} | (speculative or {})
         defaults = {
+            "skip_tokenizer_init": True,
             "dtype": "float32",
             "max_model_len": 192,
             "max_num_seqs": 8,
@@ -45,9 +46,11 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "seed": 0,
         }
+        if draft is not None:  # these tests count on every draft; the planner has tests of its own
+            chosen = options.get("additional_config", {}).get("vllm_dflash", {})
+            options["additional_config"] = {"vllm_dflash": {"planner": "off"} | chosen}
         self.llm = LLM(
             str(target),
-            skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
             speculative_config=speculative,
@@ -126,6 +129,7 @@ def engine_of():
         alive.append(Engine(*args, **kwargs))
         return alive[0]
 
+    build.engine, build.shut_down = Engine, shut_down
     yield build
     shut_down()
 

@@ -6,6 +6,9 @@ ones (the first comes from the prefill); their joint counts are compared with th
 is a bad one (random weights), so that accepting, rejecting and resampling all happen often.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -46,16 +49,22 @@ def probabilities(folders):
     return torch.einsum("a,ab,abc->bc", first, second, third).flatten()
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_distribution_is_the_targets(method, folders, engine_of, probabilities):
-    """Breaks if vLLM's expansion of temperature and top-p on CPUs is not repaired, or if drafts are not drawn from the
-    probabilities that the proposer hands over."""
+CHEAP = {"draft_weights": "fp8", "draft_head": "small", "draft_head_rows": 8, "draft_head_list": "rows.json"}
+
+
+@pytest.mark.parametrize(("method", "cheap"), [("greedy", {}), ("probabilistic", {}), ("greedy", CHEAP)])
+def test_distribution_is_the_targets(method, cheap, folders, engine_of, probabilities, tmp_path, monkeypatch):
+    """Breaks if vLLM's expansion of temperature and top-p on CPUs is not repaired, if drafts are not drawn from the
+    probabilities that the proposer hands over, or if a small head or rounded weights change more than acceptance."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.json").write_text(json.dumps({"vocab_size": VOCAB, "token_ids": [*range(0, VOCAB, 2), 7, 9]}))
     engine = engine_of(
         *folders,
         speculative={"num_speculative_tokens": 3, "draft_sample_method": method},
         max_num_seqs=250,
         max_num_batched_tokens=2048,
         max_model_len=32,
+        additional_config={"vllm_dflash": cheap},
     )
     answers, grown = engine.counted(lambda: engine.generate([PROMPT] * N, 4, temperature=TEMPERATURE, top_p=TOP_P))
     assert 0.02 < grown["num_accepted_tokens"] / grown["num_draft_tokens"] < 0.95

@@ -133,7 +133,11 @@ class Engine:
                 "num_speculative_tokens": K,
                 **(speculative or {}),
             }
+            # These tests count on every draft; the planner has tests of its own.
+            chosen = options.get("additional_config", {}).get("vllm_dflash", {})
+            options["additional_config"] = {"vllm_dflash": {"planner": "off"} | chosen}
         settings = {
+            "skip_tokenizer_init": True,
             "max_model_len": 128,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 64,
@@ -142,7 +146,6 @@ class Engine:
         }
         self.llm = LLM(
             model=target,
-            skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
             seed=0,

@@ -46,6 +46,37 @@ def test_forward_equals_dense_attention(causal, window):
         torch.testing.assert_close(output[request * Q : (request + 1) * Q], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_fp8_cache_that_vllm_has_written(dtype, hopper, monkeypatch):
+    """Breaks if queries come in fp8, which the kernel does not take, or bytes are read as another type or without scales."""
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash
+
+    block_backend = hopper(None)
+    for module in (triton_attn, triton_reshape_and_cache_flash):
+        monkeypatch.setattr(module, "current_platform", block_backend.current_platform)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # the writer asks for its tile size
+    impl = block_backend.BlockAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, dtype)
+    assert not impl.supports_quant_query_input
+    impl.workspace = impl_for(None).workspace
+    generator = torch.Generator().manual_seed(1)
+    length, table = 21, torch.tensor([[2, 1]], dtype=torch.int32)
+    # Multiples of the scales that e4m3 holds exactly: no rounding between what is stored and what the oracle reads.
+    k_scale, v_scale = torch.tensor(0.25), torch.tensor(0.5)
+    keys, values = (torch.randint(-15, 16, (length, KV_HEADS, SIZE), generator=generator).float() * s for s in (k_scale, v_scale))
+    cache = torch.zeros(3, KV_HEADS, PAGE, 2 * SIZE, dtype=torch.uint8)
+    layer = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
+    slots = table[0].long().repeat_interleave(PAGE)[:length] * PAGE + torch.arange(length) % PAGE
+    impl.do_kv_cache_update(layer, keys, values, cache, slots)
+    query = torch.randn(Q, HEADS, SIZE, generator=generator)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    metadata = SimpleNamespace(num_actual_tokens=Q, max_query_len=Q, block_table=table, seq_lens=lengths, causal=False)
+    output = impl.forward(layer, query, query, query, cache, metadata, torch.empty_like(query))
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (keys, values))
+    weights = (torch.einsum("qhd,khd->hqk", query, keys) * SIZE**-0.5).softmax(dim=-1)
+    torch.testing.assert_close(output, torch.einsum("hqk,khd->qhd", weights, values), rtol=1e-4, atol=1e-5)
+
+
 def needs_of(**changes):
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -71,6 +102,10 @@ def hopper(monkeypatch):
             def get_device_capability(cls, device_id=0):  # noqa: ARG003  # vLLM's signature
                 return DeviceCapability(9, 0)
 
+            @classmethod
+            def get_device_name(cls, device_id=0):  # noqa: ARG003
+                return "Hopper"
+
         monkeypatch.setattr(block_backend, "current_platform", Hopper())
         for module in (block_backend, flash_attn):
             monkeypatch.setattr(module, "get_flash_attn_version", lambda *_, **__: version)
@@ -89,7 +124,7 @@ def hopper(monkeypatch):
         (None, 3, {"head_size": 512}, "CUSTOM"),
         (None, 3, {"kv_cache_dtype": "fp8"}, None),
         (None, 2, {"kv_cache_dtype": "fp8"}, "CUSTOM"),
-        ("FLASHINFER", 3, {}, "CUSTOM"),
+        ("FLEX_ATTENTION", 3, {}, "CUSTOM"),
         ("TRITON_ATTN", None, {}, "TRITON_ATTN"),
         ("FLASH_ATTN", 3, {}, "FLASH_ATTN"),
     ],

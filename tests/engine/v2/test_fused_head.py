@@ -53,7 +53,7 @@ def test_reduced_draft_vocabulary(problem, monkeypatch):
 
 
 def test_two_ranks_with_a_padded_shard(problem, monkeypatch):
-    """Breaks if values or tokens are mixed up in the exchange, or padding rows of the last shard win."""
+    """Breaks if values or tokens are mixed up in the exchange, padding rows win, or a reduced vocabulary is not mapped."""
     hidden, weight, expected = problem
     group = Group()
     monkeypatch.setattr("vllm_dflash.engine.fused_head.get_tp_group", lambda: group)
@@ -61,6 +61,8 @@ def test_two_ranks_with_a_padded_shard(problem, monkeypatch):
     group.first = group.sent
     second = torch.cat([weight[192:], torch.full((84, HIDDEN), 100.0)])
     assert head_over(second, 192, VOCAB - 192)(hidden).tolist() == expected.tolist()
+    table = torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:VOCAB]
+    assert head_over(second, 192, VOCAB - 192, table)(hidden).tolist() == table[expected].tolist()
 
 
 def test_more_rows_than_the_fused_kernel_takes(problem, monkeypatch):

@@ -62,7 +62,7 @@ def test_missing_graphs_refuse_to_start(manager_of, monkeypatch):
     manager = manager_of((1, 2))
     monkeypatch.setattr(type(manager).__mro__[1], "capture", lambda *_: None)
     with pytest.raises(RuntimeError, match="enforce_eager"):
-        manager.capture_steps(lambda _: lambda: None)
+        manager.capture_steps(lambda *_: lambda: None)
 
 
 def test_padded_steps_propose_what_eager_steps_do(engine, manager_of, prompts, baseline):
