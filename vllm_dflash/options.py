@@ -68,10 +68,11 @@ class PluginOptions:
     )
     planner: str = _option(
         "auto",
-        '"auto", "off"',
-        "auto: draft width and verify lengths follow load and acceptance, up to `num_speculative_tokens` and down to none, so "
-        "that speculation is never slower than none. off: always `num_speculative_tokens`.",
-        choices=("auto", "off"),
+        '"auto", "on", "off"',
+        "on: draft width follows load and acceptance, up to `num_speculative_tokens` and down to none. off: always "
+        "`num_speculative_tokens`. auto: on for targets of some 2e9 parameters or more on a GPU, whose steps the GPU bounds; off "
+        "for smaller ones and on CPUs, where it is measured to lose, or not measured.",
+        choices=("auto", "on", "off"),
     )
     watchdog: bool = _option(
         True, "true, false", "Watch acceptance and warn once, with figures and likely causes, when it is low."

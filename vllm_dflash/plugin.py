@@ -236,12 +236,22 @@ def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         planning = planning_of(self)
         if planning is None:
             return original(self, *args, **kwargs)
-        planning.before(self)
+        _guarded(self, planning.before, self)
         output = original(self, *args, **kwargs)
-        planning.after(output)
+        _guarded(self, planning.after, output)
         return output
 
     return schedule
+
+
+def _guarded(scheduler: Any, step: Callable[..., None], *args: Any) -> None:
+    """A fault of the planner must not end the engine: drafting goes on with a fixed width."""
+    try:
+        step(*args)
+    except Exception as error:  # noqa: BLE001 - see above
+        scheduler._vllm_dflash_planning = None
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * len(scheduler.dynamic_sd_lookup)
+        _logger().warning(f"vllm-dflash: the planner stopped, K is fixed from now on ({type(error).__name__}: {error})")
 
 
 def _watch_spec_stats(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,7 +267,7 @@ def _watch_step_done(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         planning = getattr(self, "_vllm_dflash_planning", None)
         if planning is not None:
-            planning.finished(scheduler_output, model_runner_output)
+            _guarded(self, planning.finished, scheduler_output, model_runner_output)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
     return update_from_output

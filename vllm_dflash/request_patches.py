@@ -27,10 +27,11 @@ def request_patches(claims_draft: Claims) -> tuple[Patch, ...]:
 def _lift_refusal(claims_draft: Claims, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if speculative_config is None or not claims_draft(speculative_config):
+            return original(self, speculative_config, *args, **kwargs)  # not our draft: nothing of ours is even imported
         from vllm_dflash.engine.request_parameters import allowed  # here: vLLM imports this class before its engine
 
-        ours = speculative_config is not None and claims_draft(speculative_config)
-        return original(allowed(self) if ours else self, speculative_config, *args, **kwargs)
+        return original(allowed(self), speculative_config, *args, **kwargs)
 
     return validate
 

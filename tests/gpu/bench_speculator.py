@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed of the draft step on one GPU: no speculation, vLLM's built-in DFlash, and ours, on the shape of Qwen3-8B.
 
-    python tests/gpu/bench_speculator.py --arm all --out gpu_speculator.json          # about 9 minutes on an H200
+    python tests/gpu/bench_speculator.py --arm all --out gpu_speculator_bf16.json         # about 9 minutes on an H200
     python tests/gpu/bench_speculator.py --arm ours --concurrency 1 33 --profile --out ours.json
 
 Weights are dummies and acceptance is synthetic (rates 0.861^k, about 6.5 tokens per step at K = 15): the rejection kernel still

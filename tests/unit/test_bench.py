@@ -41,6 +41,19 @@ def test_figures_of_a_run_that_can_be_checked_by_hand():
     assert row["tok_s_wall"] == pytest.approx((61 + 37) / 2.5)
 
 
+def test_the_slowest_of_few_requests_is_their_99th_percentile():
+    """Breaks if a percentile of eight values is the second largest."""
+    counts = [[1] + [n] * 12 for n in (1, 2, 2, 2, 2, 2, 2, 2)]
+    assert run_figures(event(0.1, counts))["tpot_p99_ms"] == pytest.approx(100)
+
+
+def test_a_load_without_a_steady_state_in_one_arm_compares_whole_runs():
+    """Breaks if one arm's whole run is divided by the other's steady state."""
+    base = {"prompts": "copy", "temperature": 0.0, "concurrency": 1}
+    rows = [base | {"arm": "none", "tok_s": 100.0, "tok_s_wall": 50.0}, base | {"arm": "ours", "tok_s_wall": 75.0}]
+    assert [line[HEADINGS.index("vs none")] for line in lines(rows)] == ["1.00x", "1.50x"]
+
+
 def test_a_run_without_a_steady_state_says_nothing_about_it():
     """Breaks if a window of one or two steps is divided by."""
     assert "tok_s" not in run_figures(event(0.1, [[1, 2], [1, 2]]))

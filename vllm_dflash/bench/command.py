@@ -3,7 +3,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ class BenchRequest:
     concurrency: str
     prompts: str
     temperature: str
-    max_tokens: int
+    max_tokens: int | None
     repeats: int
     stop_at_end: bool
     engine_args: str
@@ -80,7 +80,7 @@ def run(asked: BenchRequest) -> None:
     if asked.dummy is not None:
         common = ENGINE | common
         compared = [replace(arm, speculative=synthetic(asked.survival, pair.k) | arm.speculative) for arm in compared]
-    work = Workload(sets, asked.max_tokens, asked.repeats, ignore_eos=not asked.stop_at_end)
+    work = Workload(sets, asked.max_tokens or 64, asked.repeats, ignore_eos=not asked.stop_at_end)
     heats = _numbers("--temperature", asked.temperature, float)
     cells = [Cell(name, count, heat) for heat in heats for name in sets for count in requests]
     origin = provenance(
@@ -112,7 +112,7 @@ def _described(asked: BenchRequest, pair: Pair) -> str:
     if asked.dummy:
         return f"dummy weights of {asked.dummy} shape, {asked.prompt_tokens} prompt tokens, acceptance {asked.survival:g}^n"
     if asked.target:
-        return f"{pair.target} and {pair.draft}"
+        return f"{Path(pair.target).name} and {Path(pair.draft).name}"
     return f"the demo pair widened to {asked.widen}" if asked.widen else "the demo pair"
 
 
@@ -133,7 +133,7 @@ def _compare(
     console: Console,
 ) -> list[Row]:
     """All cells; the file is complete up to the cell that was finished last."""
-    _warm_up(engines, work, max(cell.concurrency for cell in cells))
+    _warm_up(engines, work, {cell.concurrency for cell in cells})
     rows: list[Row] = []
     for finished in _measure(engines, arms, cells, work, console):
         rows += [row | {"k": 0 if row["arm"] == "none" else k} for row in finished]
@@ -160,7 +160,7 @@ def _judge(asked: BenchRequest, common: dict[str, Any], concurrency: int, consol
             questions,
             min_accuracy=asked.min_accuracy,
             min_acceptance=asked.min_acceptance,
-            max_tokens=asked.max_tokens,
+            max_tokens=asked.max_tokens or 512,
             concurrency=concurrency,
         )
     console.print(
@@ -230,17 +230,20 @@ def _start(
     return engines
 
 
-def _warm_up(engines: dict[str, Engine], work: Workload, largest: int) -> None:
+def _warm_up(engines: dict[str, Engine], work: Workload, loads: Collection[int]) -> None:
+    """Every load once: no kernel is compiled and no cache is filled in a measured run."""
     texts = list(next(iter(work.sets.values())))
     for engine in engines.values():
-        for requests in {1, largest}:
+        for requests in sorted(loads):
             engine.measure([texts[i % len(texts)] for i in range(requests)], **WARM_UP)
 
 
 def _measure(
     engines: dict[str, Engine], arms: list[BenchArm], cells: list[Cell], work: Workload, console: Console
 ) -> Iterator[list[Row]]:
-    plain = next((arm.name for arm in arms if arm.kind == "none"), None)
+    # Synthetic acceptance takes drafts unseen: there is nothing to compare.
+    synthetic_law = any("rejection_sample_method" in arm.speculative for arm in arms)
+    plain = None if synthetic_law else next((arm.name for arm in arms if arm.kind == "none"), None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("measuring", total=len(cells) * len(engines) * work.repeats)

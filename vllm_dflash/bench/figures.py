@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the ``result`` events of one cell to its row: speeds, latencies, acceptance; medians over repetitions with spreads."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,10 @@ def run_figures(result: Row) -> Row:
     row["ttft_ms"] = 1e3 * statistics.median(first)
     per_token = sorted(_time_per_token(output, ends) for output in outputs if len(output["token_ids"]) > output["steps"][0])
     if per_token:
-        row |= {"tpot_ms": 1e3 * statistics.median(per_token), "tpot_p99_ms": 1e3 * per_token[int(0.99 * (len(per_token) - 1))]}
+        row |= {
+            "tpot_ms": 1e3 * statistics.median(per_token),
+            "tpot_p99_ms": 1e3 * per_token[math.ceil(0.99 * len(per_token)) - 1],
+        }
     row |= _steady_state(ends, outputs)
     if result["drafts"]:
         row["acceptance_length"] = 1 + result["accepted"] / result["drafts"]
@@ -59,6 +63,8 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
     row: Row = {"repeats": len(runs)}
     for key in dict.fromkeys(key for run in runs for key in run):
         values = [run[key] for run in runs if key in run]
+        if len(values) < len(runs) and key in ("tok_s", "step_ms"):
+            continue  # not every repetition had a steady state: a median over the others is another figure
         if key in ("tokens", "graph_steps", "eager_steps", "steady_steps", "jit_compiles"):
             row[key] = sum(values)
             continue

@@ -65,6 +65,8 @@ def read_questions(source: str, count: int) -> list[Question]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     else:
         raise UserError(f"--gate: found {source!r}; expected {GSM8K}, or a file of JSON lines with question and answer.")
+    if not lines:
+        raise UserError(f"--gate {source}: no questions in it; expected JSON lines with question and answer.")
     return [_question(line, f"{source}, question {number}") for number, line in enumerate(lines[:count], 1)]
 
 

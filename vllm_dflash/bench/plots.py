@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dflash.bench.figures import Row
-from vllm_dflash.bench.report import speed
+from vllm_dflash.bench.report import load_of, speeds
 from vllm_dflash.cli.failure import UserError
 
 
@@ -18,13 +18,16 @@ def plot_speedup(rows: Iterable[Row], path: Path) -> None:
     """
     rows = list(rows)
     panels = list(dict.fromkeys((row["prompts"], row["temperature"]) for row in rows))
-    plain = {load(row): speed(row) for row in rows if row["arm"] == "none"}
+    fast = {(load_of(row), row["arm"]): speed for row, speed in zip(rows, speeds(rows), strict=True)}
+    plain = {load: speed for (load, arm), speed in fast.items() if arm == "none"}
     figure, axes = _figure(len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         here = [row for row in rows if (row["prompts"], row["temperature"]) == panel]
         for arm in dict.fromkeys(row["arm"] for row in here):
             points = sorted(
-                (row["concurrency"], speed(row) / plain[load(row)]) for row in here if row["arm"] == arm and load(row) in plain
+                (row["concurrency"], fast[load_of(row), arm] / plain[load_of(row)])
+                for row in here
+                if row["arm"] == arm and load_of(row) in plain
             )
             axis.plot(*zip(*points, strict=True), marker="o", label=arm)
         axis.axhline(1.0, color="grey", linewidth=0.8)
@@ -51,11 +54,6 @@ def plot_acceptance(rows: Iterable[Row], path: Path) -> None:
                 axis.plot(range(1, len(rates) + 1), rates, marker="o", label=row["arm"])
         axis.set(title=f"{short(panel[0])}, temperature {panel[1]:g}", xlabel="position", ylabel="accepted", ylim=(0, 1))
     _save(figure, axes, path)
-
-
-def load(row: Row) -> tuple[Any, ...]:
-    """What a row shares with the other arms."""
-    return row["prompts"], row["concurrency"], row["temperature"]
 
 
 def short(name: str) -> str:

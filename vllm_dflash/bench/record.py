@@ -4,6 +4,7 @@
 import datetime as dt
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,13 @@ def provenance(**facts: Any) -> Row:
         import torch
 
         found["gpu"] = torch.cuda.get_device_name()
-    command = " ".join(["vllm-dflash", *sys.argv[1:]])
+    command = shlex.join(["vllm-dflash", *map(_without_folder, sys.argv[1:])])
     return found | {"command": command, "date": dt.datetime.now(tz=dt.timezone.utc).isoformat(timespec="seconds"), **facts}
+
+
+def _without_folder(argument: str) -> str:
+    """Where a file lay on the machine that measured says nothing to a reader."""
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def _commit() -> str:

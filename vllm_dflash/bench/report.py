@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a benchmark: speeds relative to no speculation, in one run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,28 +25,31 @@ def print_table(console: Console, rows: Iterable[Row]) -> None:
 def lines(rows: Iterable[Row]) -> list[list[str]]:
     """The cells of the table, a list per row, as many as there are headings."""
     rows = list(rows)
-    plain = {_load(row): speed(row) for row in rows if row["arm"] == "none"}
-    return [_cells(row, plain.get(_load(row))) for row in rows]
+    found = speeds(rows)
+    plain = {load_of(row): speed for row, speed in zip(rows, found, strict=True) if row["arm"] == "none"}
+    return [_cells(row, speed, plain.get(load_of(row))) for row, speed in zip(rows, found, strict=True)]
 
 
-def _load(row: Row) -> tuple[object, ...]:
+def load_of(row: Row) -> tuple[Any, ...]:
+    """What a row shares with the other arms."""
     return row["prompts"], row["concurrency"], row["temperature"]
 
 
-def speed(row: Row) -> float:
-    """Tokens per second of a row."""
-    return float(row["tok_s"] if "tok_s" in row else row["tok_s_wall"])
+def speeds(rows: Sequence[Row]) -> list[float]:
+    """Tokens per second of each row: the steady state where every arm of its load has one, else the whole run."""
+    whole = {load_of(row) for row in rows if "tok_s" not in row}
+    return [float(row["tok_s_wall"] if load_of(row) in whole else row["tok_s"]) for row in rows]
 
 
-def _cells(row: Row, plain: float | None) -> list[str]:
+def _cells(row: Row, speed: float, plain: float | None) -> list[str]:
     draft = row.get("draft_ms")
     step = row.get("step_ms")
     return [
         f"{row['prompts'].rsplit('/', 1)[-1]}, T {row['temperature']:g}",
         str(row["concurrency"]),
         row["arm"],
-        f"{speed(row):,.1f}",
-        f"{speed(row) / plain:.2f}x" if plain else "",
+        f"{speed:,.1f}",
+        f"{speed / plain:.2f}x" if plain else "",
         _number(row.get("tpot_ms")),
         _number(row.get("tpot_p99_ms")),
         _number(row.get("ttft_ms"), 1),

@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_dflash.bench.figures import Row, cell_row
@@ -49,5 +50,5 @@ def rows_of_cell(results: Mapping[str, Sequence[Row]], cell: Cell, plain: str | 
     rows = []
     for name, runs in results.items():
         compare = results[plain] if plain is not None and name != plain and cell.temperature == 0 else None
-        rows.append({"arm": name, **dataclasses.asdict(cell)} | cell_row(runs, compare))
+        rows.append({"arm": name, **dataclasses.asdict(cell), "prompts": Path(cell.prompts).stem} | cell_row(runs, compare))
     return rows

@@ -27,7 +27,7 @@ def bench(
     concurrency: Annotated[str, typer.Option(help="Requests at the same time, for example 1,8,32.")] = "1,4",
     prompts: Annotated[str, typer.Option(help="Kinds (chat, code, maths, list, copy, all), files or folders.")] = "all",
     temperature: Annotated[str, typer.Option(help="For example 0,0.7.")] = "0",
-    max_tokens: Annotated[int, typer.Option(min=4, help="Tokens per answer.")] = 64,
+    max_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens per answer; 64, or 512 for --gate.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Groups of prompts per cell.")] = 3,
     stop_at_end: Annotated[bool, typer.Option(help="Let answers end where the model ends them.")] = False,
     engine_args: Annotated[str, typer.Option(help="Engine arguments of every arm, as a JSON object.")] = "{}",

@@ -14,6 +14,7 @@ class Meter:
         self._spans: list[Any] = []
         self._graph_steps = self._proposals = self._compiled = 0
         self._seen = (0, 0, 0)
+        self._drafting = False
         try:
             runner = engine.model_executor.driver_worker.worker.model_runner
         except AttributeError:
@@ -51,13 +52,20 @@ class Meter:
         setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def _count_graph(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._graph_steps += 1
+        self._graph_steps += self._drafting  # steps that only store context replay graphs too
         return original(*args, **kwargs)
 
     def _time_draft(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("num_speculative_tokens") == 0:  # context KV only
             return original(*args, **kwargs)
         self._proposals += 1
+        self._drafting = True
+        try:
+            return self._timed(original, *args, **kwargs)
+        finally:
+            self._drafting = False
+
+    def _timed(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._cuda:
             begin = time.perf_counter()
             drafts = original(*args, **kwargs)

@@ -23,7 +23,8 @@ _GRID = ((40, 1), (64, 2), (128, 4), (256, 8), (512, 16), (2048, 64))
 
 
 CONTEXT_ONLY = 1
-"""Rows per request that stand for a step that drafts nothing. No block of a width of ours is as narrow."""
+"""Rows per request that stand for a step that drafts nothing. As narrow is only the block of K = 1 sampled from the anchor, which
+then has no graph for such steps."""
 _TIMED_REQUESTS = (1, 8, 16, 32, 64, 128, 256)
 _REPLAYS = 4
 
@@ -136,7 +137,8 @@ class DraftGraphManager(CudaGraphManager):
     def time_drafts(self) -> list[tuple[int, float]]:
         """(query rows, seconds) of captured draft steps on a coarse grid, where the width may change; some 50 ms in all.
 
-        Inputs are those of the capture: short contexts, no slot to write. What longer contexts cost shows in whole steps.
+        Inputs are those of the last capture, its smallest: one short context, no slot to write. So attention of more requests is
+        not in it; what contexts cost shows in whole steps.
         """
         timed: list[tuple[int, float]] = []
         for desc, graph in self.graphs.items() if len(self.grids) > 1 else ():

@@ -94,6 +94,7 @@ class DraftLifecycle(DraftModelSpeculator):
         self.graphs: DraftGraphManager | None = None
         self.counters = StepCounters()
         self._start_line = ""
+        measured.take_drafts()  # of an earlier engine of this process
         self.capability: Capability | None = None
 
     def _allocate_draft_logits(self, req_states: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dflash import hooks
+from vllm_dflash.engine.pair import resolve_draft
 from vllm_dflash.options import read_options
 from vllm_dflash.planner import measured
 from vllm_dflash.planner.costs import StepCosts
@@ -29,6 +30,9 @@ from vllm_dflash.planner.planner import Planner, draft_widths, schedule_of, widt
 logger = init_logger("vllm.plugins.dflash")
 
 KNEE_GPU, KNEE_CPU = 184.0, 8.0
+# "auto" plans for targets from this size on. Measured on an H200: 8e9 parameters gain up to 2.8 times from narrower blocks under
+# load; 0.1e9, whose steps the host bounds, lose up to half below 128 requests (docs/benchmarks.md).
+_LARGE_TARGET = 2e9
 _PLANNING = "_vllm_dflash_planning"
 
 
@@ -41,9 +45,11 @@ class PlannedWidth(int):
 def why_fixed(vllm_config: Any) -> str | None:
     """Why K stays as configured; None where the planner may choose."""
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model = vllm_config.model_config
+    model, option = vllm_config.model_config, read_options(vllm_config.additional_config).planner
     reasons = {
-        'option "planner" is off': read_options(vllm_config.additional_config).planner == "off",
+        'option "planner" is off': option == "off",
+        'option "planner" is auto, and this machine is a CPU': option == "auto" and current_platform.is_cpu(),
+        'option "planner" is auto, and the target is small': option == "auto" and _num_parameters(vllm_config) < _LARGE_TARGET,
         "num_speculative_tokens_per_batch_size is set": not _table_is_ours(vllm_config),
         "adaptive verification is on": bool(speculative.enable_adaptive_verification),
         "data-parallel ranks must draft alike": parallel.data_parallel_size > 1,
@@ -53,6 +59,12 @@ def why_fixed(vllm_config: Any) -> str | None:
         "model runner V1 would lose its full graphs": not (current_platform.is_cpu() or vllm_config.use_v2_model_runner),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _num_parameters(vllm_config: Any) -> float:
+    """Of a dense target, by the usual 12 h^2 of a layer: the rule above needs the order only."""
+    model = vllm_config.model_config
+    return float(12 * model.get_total_num_hidden_layers() * model.get_hidden_size() ** 2)
 
 
 def configure(vllm_config: Any) -> None:
@@ -70,9 +82,9 @@ def _table_is_ours(vllm_config: Any) -> bool:
     return table is None or [tuple(row) for row in table] == _table(vllm_config)
 
 
-def _rows_of(graphed: Sequence[int]) -> Callable[[int], int]:
-    """Query rows per request of a width: those of the narrowest draft pass that holds it, with the anchor."""
-    return lambda wanted: next(width for width in graphed if width >= wanted) + 1
+def _rows_of(graphed: Sequence[int], anchors: int) -> Callable[[int], int]:
+    """Query rows per request of a width: those of the narrowest draft pass that holds it, and ``anchors`` that draft nothing."""
+    return lambda wanted: next(width for width in graphed if width >= wanted) + anchors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +108,9 @@ class StepPlanning:
         widths = widths_up_to(width, config.scheduler_config.max_num_seqs if self._graphs else None)
         # Graphs of the draft exist for some widths only (see graphs.py); without graphs the block is as long as it has to be.
         graphed = draft_widths(width) if config.use_v2_model_runner else range(1, width + 1)
-        rows_of = _rows_of(graphed)
+        if not config.use_v2_model_runner:
+            measured.take_drafts()  # V1 times every pass: those before are of an earlier engine of this process
+        rows_of = _rows_of(graphed, anchors=0 if resolve_draft(config).sample_from_anchor else 1)
         self._rows_of = rows_of
         self.planner = Planner(
             widths, StepCosts(KNEE_CPU if on_cpu else KNEE_GPU), rows_of, per_request=on_cpu and not self._graphs
@@ -147,6 +161,7 @@ class StepPlanning:
         """Note what was scheduled."""
         scheduled = output.num_scheduled_tokens
         if not scheduled:
+            self._last = None  # asynchronous schedulers come up empty now and then: this time belongs to no step
             return
         requests = len(scheduled)
         rows = output.total_num_scheduled_tokens

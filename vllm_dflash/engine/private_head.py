@@ -19,6 +19,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from dflash_kernels.draft_head import HeadWorkspace, Winner, combine_shards
 from dflash_kernels.draft_head_fp8 import FUSED_MAX_ROWS, draft_head_fp8, winner_of_logits
@@ -242,6 +243,11 @@ def _why_full(model: Any, vllm_config: Any, options: PluginOptions) -> str | Non
         return "in sleep mode heads cannot be timed while loading"
     if head.weight.device.type not in ("cpu", "cuda") or torch.version.hip:
         return f"no kernels for {head.weight.device.type}"
+    least = 89 if model.hidden_norm.weight.dtype == torch.float32 else 80
+    if head.weight.device.type == "cuda" and not current_platform.has_device_capability(least):
+        return f"no fp8 kernel for {model.hidden_norm.weight.dtype} on this GPU"
+    if options.draft_head == "auto" and getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weights are updated in place, and a copy of the head would not follow"
     return None
 
 

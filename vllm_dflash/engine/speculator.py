@@ -132,7 +132,9 @@ class DFlashSpeculator(DraftLifecycle):
     @property
     def _context_alone(self) -> bool:
         """Whether steps without drafts have a graph of their own (data-parallel ranks run the same as each other)."""
-        return self.graphs is not None and CONTEXT_ONLY in self.graphs.grids and self.dp_size == 1
+        if self.graphs is None or self.num_query_per_req == CONTEXT_ONLY or self.dp_size > 1:
+            return False
+        return CONTEXT_ONLY in self.graphs.grids
 
     def _keep_context(
         self, input_batch: InputBatch, aux: list[torch.Tensor], dummy: bool, sampled: tuple[torch.Tensor, ...]

@@ -81,13 +81,20 @@ def _decide(wanted: str, vllm_config: Any, draft: DraftConfig) -> str:
             "layer on this CPU. The draft keeps the checkpoint's precision."
         )
         return "checkpoint"
+    # Below sm_89 Triton has no e4m3; the kernel's way round it gives 16-bit numbers only.
+    no_kernel = on_cuda and vllm_config.model_config.dtype == torch.float32 and not current_platform.has_device_capability(89)
+    if wanted == "fp8" and no_kernel:
+        raise OptionsError(
+            f'additional_config["{SECTION}"].draft_weights: found "fp8"; a float32 draft needs a GPU from sm_89 on for it. Set '
+            '"checkpoint".'
+        )
     # Sleep mode loads weights into a memory pool of its own, in which no graph can be captured to time anything.
     timeable = not getattr(vllm_config.model_config, "enable_sleep_mode", False)
     if wanted == "fp8" and on_cuda and timeable:
         limit_rows(draft, vllm_config.model_config.dtype)
     if wanted != "auto":
         return wanted
-    if not on_cuda or not timeable or not current_platform.has_device_capability(80):
+    if not on_cuda or not timeable or no_kernel or not current_platform.has_device_capability(80):
         return "checkpoint"
     return _faster_on_gpu(vllm_config, draft)
 

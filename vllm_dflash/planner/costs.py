@@ -111,7 +111,7 @@ class StepCosts:
 
     def observe(self, verify_rows: int, query_rows: int, context: int, seconds: float) -> None:
         """A whole step: ``verify_rows`` target rows, ``query_rows`` draft rows, ``context`` tokens of all requests together."""
-        rest = max(seconds - float(self._draft(query_rows)), 0.2 * seconds) if self.draft.known else seconds
+        rest = max(seconds - float(self.draft(query_rows)), 0.2 * seconds) if self.draft.known else seconds
         self._slope.observe(verify_rows, context, rest)
         rest = max(rest - self._slope.value * context, 0.2 * rest)
         if not self.draft.known and query_rows:
@@ -125,7 +125,9 @@ class StepCosts:
         return predicted
 
     def _draft(self, query_rows: npt.ArrayLike) -> Array:
-        return self.draft(query_rows) if self.draft.known else DRAFT_SHARE * self.verify(query_rows)
+        # Seconds and a prior without a unit do not add up.
+        both = self.draft.known and self.verify.known
+        return self.draft(query_rows) if both else DRAFT_SHARE * self.verify(query_rows)
 
 
 class _ContextSlope:

@@ -14,6 +14,8 @@ from tiny_models import Draft
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.slow  # 33 CPU seconds
+
 K = 3
 SMALL_HEAD = {"vllm_dflash": {"draft_head": "small", "draft_head_rows": 96}}
 

@@ -15,7 +15,7 @@ VOCAB = 8
 SMALL = Target(vocab=VOCAB, hidden=48, heads=2, kv_heads=1, layers=3, mlp=64)
 PROMPT = [3, 6, 7, 2]
 N = 3000
-AUTO = {"vllm_dflash": {"planner": "auto"}}
+PLANNED = {"vllm_dflash": {"planner": "on"}}
 
 
 def planning(engine):
@@ -40,7 +40,7 @@ def test_greedy_text_stays_whatever_is_cut(write_pair, engine_of, prompts, monke
     context: later drafts are compared with those of an engine that always drafts."""
     target, draft = write_pair(Draft(block=8), Target())
     expected = engine_of(target).generate(prompts)
-    engine = engine_of(target, draft, speculative={"num_speculative_tokens": 7}, additional_config=AUTO)
+    engine = engine_of(target, draft, speculative={"num_speculative_tokens": 7}, additional_config=PLANNED)
     force(planning(engine).planner, monkeypatch, lambda: 7)
     steady = engine.record(monkeypatch)
     assert engine.generate(prompts) == expected
@@ -66,7 +66,7 @@ def test_accepted_drafts_survive_cuts(tmp_path, engine_of, monkeypatch):
     counters see drafts that were cut."""
     target, draft = write_markov_pair(tmp_path, half=False)
     expected = engine_of(target).generate([[1, 40, 50, 22]] * 3, 60)
-    engine = engine_of(target, draft, speculative={"num_speculative_tokens": 7}, additional_config=AUTO)
+    engine = engine_of(target, draft, speculative={"num_speculative_tokens": 7}, additional_config=PLANNED)
     cuts = itertools.cycle([0, 7, 2, 5, 0, 0, 1])
     force(planning(engine).planner, monkeypatch, lambda: next(cuts))
     found, grown = engine.counted(lambda: engine.generate([[1, 40, 50, 22]] * 3, 60))
@@ -86,7 +86,7 @@ def unsure(write_pair, engine_of):
         target,
         draft,
         speculative={"num_speculative_tokens": K, "draft_sample_method": "probabilistic"},
-        additional_config=AUTO,
+        additional_config=PLANNED,
         max_num_seqs=250,
         max_num_batched_tokens=2048,
         max_model_len=32,

@@ -6,9 +6,10 @@ import vllm
 from ranks import LAUNCHED, run_ranks, stay_idle
 from tiny_models import Draft, Target
 
-pytestmark = pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32"), reason="ranks that wait for each other are dear, and newer vLLMs have no CPU build"
-)
+pytestmark = [
+    pytest.mark.slow,  # two engines at a time, 90 CPU seconds
+    pytest.mark.skipif(not vllm.__version__.startswith("0.32"), reason="newer vLLMs have no CPU build that starts ranks"),
+]
 
 K = 3
 TARGET = Target(kv_heads=1, vocab=161, layers=4)  # fewer KV heads than ranks, a vocabulary that two ranks cannot halve

@@ -2,12 +2,13 @@
 """Widths that change from step to step on Model Runner V2: the text stays, the context stays in step, narrow blocks are whole."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 K = 7
-AUTO = {"vllm_dflash": {"planner": "auto"}}
+PLANNED = {"vllm_dflash": {"planner": "on"}}
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def planned(target, make_draft, baseline, engine_of):  # the baseline's engine h
     """An engine whose planner may choose, and its planner."""
     from vllm_dflash.engine.planning import planning_of
 
-    engine = engine_of(target, _draft(make_draft), speculative={"num_speculative_tokens": K}, additional_config=AUTO)
+    engine = engine_of(target, _draft(make_draft), speculative={"num_speculative_tokens": K}, additional_config=PLANNED)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     planner = planning_of(scheduler).planner
     vars(planner).pop("plan", None)
@@ -163,5 +164,45 @@ def test_the_planner_is_off_where_it_is_told_to_be(engine):
 
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     assert planning_of(scheduler) is None
-    assert "planner" in why_fixed(scheduler.vllm_config)
+    assert why_fixed(scheduler.vllm_config) == 'option "planner" is off'
     assert scheduler.dynamic_sd_lookup is None
+
+
+@pytest.mark.parametrize(
+    ("option", "on_cpu", "layers", "hidden", "part"),
+    [
+        ("auto", False, 36, 4096, None),
+        ("auto", False, 30, 576, "small"),
+        ("auto", True, 36, 4096, "CPU"),
+        ("on", False, 30, 576, None),
+        ("on", True, 30, 576, None),
+        ("off", False, 36, 4096, "off"),
+    ],
+)
+def test_when_k_follows_the_load(option, on_cpu, layers, hidden, part, monkeypatch):
+    """Breaks if auto plans for a target that the host bounds, or not for one that the GPU bounds."""
+    from vllm_dflash.engine import planning
+
+    monkeypatch.setattr(planning, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    config = SimpleNamespace(
+        additional_config={"vllm_dflash": {"planner": option}},
+        use_v2_model_runner=True,
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: layers, get_hidden_size=lambda: hidden),
+        speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=None, enable_adaptive_verification=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+    )
+    reason = planning.why_fixed(config)
+    assert reason is None if part is None else part in reason
+
+
+def test_a_fault_of_the_planner_does_not_end_the_engine():
+    """Breaks if an exception in planning reaches the engine's loop, or the last planned width stays for good."""
+    from vllm_dflash.plugin import _guarded
+
+    def fails(_):
+        raise ZeroDivisionError
+
+    scheduler = SimpleNamespace(num_spec_tokens=7, dynamic_sd_lookup=[2, 2, 2], _vllm_dflash_planning=object())
+    _guarded(scheduler, fails, None)
+    assert scheduler._vllm_dflash_planning is None
+    assert scheduler.dynamic_sd_lookup == [7, 7, 7]

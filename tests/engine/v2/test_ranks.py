@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks on Model Runner V2: tensor parallel and an idle data-parallel rank draft and answer as one rank does."""
 
-import os
-
 import pytest
 import tiny_models
 import torch
 from ranks import LAUNCHED, run_ranks, stay_idle
 from tiny_models import Draft, Target
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TEST_RANKS") != "1", reason="five interpreted engines, two at a time: 110 CPU seconds; TEST_RANKS=1 runs it"
-)
+pytestmark = pytest.mark.slow  # five interpreted engines, two at a time: 110 CPU seconds
 
 K = 3
 TARGET = Target(kv_heads=1, vocab=161)  # fewer KV heads than ranks, a vocabulary that two ranks cannot halve
