@@ -28,6 +28,7 @@ from vllm_dflash.engine import attention, capture
 from vllm_dflash.engine.announce import announce
 from vllm_dflash.engine.capability import of_proposer
 from vllm_dflash.engine.draft_sampling import sample_drafts
+from vllm_dflash.engine.embedded_prompts import EmbeddedPrompts
 from vllm_dflash.engine.pair import drafted_context, resolve_draft
 from vllm_dflash.engine.private_head import watch_updates
 from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block, within_limit
@@ -38,7 +39,7 @@ from vllm_dflash.planner import measured
 logger = init_logger("vllm.plugins.dflash")
 
 
-class DFlashProposer(SpecDecodeBaseProposer):
+class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
     """Drafts K tokens per request with one pass over ``[anchor, mask x K]``.
 
     Raises:
@@ -46,8 +47,7 @@ class DFlashProposer(SpecDecodeBaseProposer):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
-        assert vllm_config.speculative_config is not None
-        assert vllm_config.speculative_config.method == "dflash"
+        assert vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "dflash"  # noqa: PT018
         self.draft = resolve_draft(vllm_config)
         super().__init__(vllm_config=vllm_config, device=device, pass_hidden_states_to_model=True, runner=runner)
         self._runner = runner
