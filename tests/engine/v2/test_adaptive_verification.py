@@ -17,6 +17,9 @@ from reference_check import Reference
 K = 3
 
 
+pytestmark = pytest.mark.slow  # a profile of step costs in Triton's interpreter: 60 CPU seconds
+
+
 @pytest.fixture
 def adaptive(target, draft, baseline, engine_of):  # the baseline's engine has to come first
     """An engine that checks about half of the drafts; ``engine.checked`` lists (drafts made, drafts checked) by step."""

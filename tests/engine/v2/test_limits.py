@@ -19,10 +19,11 @@ def anchor_draft(make_draft):
     return make_draft(block=K, config=(("sample_from_anchor", True),))
 
 
+FREE = pytest.param({}, id="free", marks=[pytest.mark.slow] if CAPPED else [])
+
+
 @pytest.mark.parametrize("name", ["draft", "anchor_draft"])
-@pytest.mark.parametrize(
-    "options", [{}, *([{"max_num_active_seqs": 5}] if CAPPED else [])], ids=lambda o: "capped" if o else "free"
-)
+@pytest.mark.parametrize("options", [FREE, *([pytest.param({"max_num_active_seqs": 5}, id="capped")] if CAPPED else [])])
 def test_every_batch_the_runner_makes_fits(name, options, target, prompts, baseline, engine_of, request, monkeypatch):
     """The largest profile run and the kernel warm-up of start-up on GPUs, then serving more requests than fit at once.
 

@@ -74,7 +74,7 @@ def narrow_draft(make_draft):
 
 @pytest.mark.parametrize(
     ("name", "speculative"),
-    [("draft", PROBABILISTIC), ("narrow_draft", PROBABILISTIC), ("draft", {})],
+    [("draft", PROBABILISTIC), pytest.param("narrow_draft", PROBABILISTIC, marks=pytest.mark.slow), ("draft", {})],
     ids=["drawn drafts", "drawn from fewer tokens", "greedy drafts"],
 )
 def test_sampled_tokens_follow_the_target(name, speculative, target, second_token, engine_of, request):
