@@ -165,6 +165,34 @@ HOOKS: tuple[Hook, ...] = (
         why="base class of our graphs: memory profiling finds it by type and re-creates it",
         until="never, while Model Runner V2 owns graph memory",
     ),
+    Hook(
+        path="vllm.model_executor.utils:replace_parameter",
+        moment="v2",
+        params=("layer", "param_name", "new_tensor"),
+        why="fp8 weights of the draft take the place of the loaded ones",
+        until="vLLM quantises the draft alone while loading",
+    ),
+    Hook(
+        path="vllm._custom_ops:scaled_fp8_quant",
+        moment="v2",
+        params=("input", "scale", "num_token_padding", "scale_ub", "use_per_token_if_dynamic"),
+        why="rounds activations where cutlass multiplies fp8 weights: steps of more rows than our own kernel takes",
+        until="vLLM quantises the draft alone while loading",
+    ),
+    Hook(
+        path="vllm._custom_ops:cutlass_scaled_mm",
+        moment="v2",
+        params=("a", "b", "scale_a", "scale_b", "out_dtype", "bias"),
+        why="the product itself",
+        until="vLLM quantises the draft alone while loading",
+    ),
+    Hook(
+        path="vllm._custom_ops:create_onednn_scaled_mm",
+        moment="v1",
+        params=("weight", "weight_scales", "output_type", "dynamic_quant", "use_azp", "primitive_cache_size"),
+        why="int8 weights of the draft on CPUs",
+        until="vLLM quantises the draft alone while loading",
+    ),
 )
 
 

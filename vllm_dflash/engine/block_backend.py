@@ -17,12 +17,13 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl, TritonAttentionMetadata
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadata
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from dflash_kernels.block_attention import AttentionWorkspace, block_attention
 from vllm_dflash.engine.flashinfer_prefill import why_not_flashinfer
+from vllm_dflash.engine.query_attention import QueryAttentionImpl
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -111,7 +112,7 @@ class BlockAttentionBackend(TritonAttentionBackend):
         return BlockAttentionImpl
 
 
-class BlockAttentionImpl(TritonAttentionImpl):
+class BlockAttentionImpl(QueryAttentionImpl):
     """Attention of the query block; every request has the same number of rows."""
 
     workspace: AttentionWorkspace | None = None
@@ -119,60 +120,31 @@ class BlockAttentionImpl(TritonAttentionImpl):
     narrower: Mapping[int, AttentionWorkspace] = {}
     """Scratch of blocks with fewer rows, by their rows."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False  # vLLM would hand over fp8 queries with an fp8 cache; the kernel takes 16 bits
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:  # noqa: ARG002  # vLLM's signature
-        """The kernel writes its output in the query's dtype only."""
-        return False
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,  # noqa: ARG002  # in the cache already
-        value: torch.Tensor,  # noqa: ARG002
-        kv_cache: torch.Tensor,
-        attn_metadata: TritonAttentionMetadata,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``query`` [n, heads, head size] over ``kv_cache`` [pages, kv heads, tokens, 2 * head size] into ``output`` like query.
-
-        Raises:
-            NotImplementedError: fused quantisation of the output was asked for.
-        """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("DFlash block attention does not quantise its output; turn off the attention fusion pass")
-        if attn_metadata is None:  # memory profiling
-            return output.fill_(0)
+    def attend(
+        self, layer: Any, query: torch.Tensor, cache: Any, metadata: TritonAttentionMetadata, output: torch.Tensor
+    ) -> None:
+        """One launch, or two where keys are split."""
         assert self.workspace is not None
-        rows = attn_metadata.num_actual_tokens
         scales: dict[str, Any] = {}
-        cache: Any = kv_cache.transpose(1, 2)
         if is_quantized_kv_cache(self.kv_cache_dtype):
-            cache = cache.view(self.fp8_dtype)  # e4m3 for "fp8_e5m2" too: that is what vLLM's Triton backend stores
             scales = {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}
-        k_cache, v_cache = cache.split(self.head_size, dim=-1)
+        k_cache, v_cache = cache.transpose(1, 2).split(self.head_size, dim=-1)
         block_attention(
-            query[:rows],
+            query,
             k_cache,
             v_cache,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            workspace=self.narrower.get(attn_metadata.max_query_len, self.workspace),
-            num_query_per_req=attn_metadata.max_query_len,
+            metadata.block_table,
+            metadata.seq_lens,
+            workspace=self.narrower.get(metadata.max_query_len, self.workspace),
+            num_query_per_req=metadata.max_query_len,
             scale=self.scale,
-            causal=attn_metadata.causal,
+            causal=metadata.causal,
             window=self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else None,
             softcap=self.logits_soft_cap,
             sinks=self.sinks,
-            out=output[:rows],
+            out=output,
             **scales,
         )
-        return output
 
 
 def share_workspace(

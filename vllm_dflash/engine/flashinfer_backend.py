@@ -14,13 +14,13 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
-    TritonAttentionImpl,
     TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 from vllm_dflash.engine.flashinfer_prefill import CACHE_DTYPES, HEAD_SIZES, BlockPrefill, PrefillSpec
+from vllm_dflash.engine.query_attention import QueryAttentionImpl
 
 
 @dataclasses.dataclass
@@ -104,50 +104,19 @@ class FlashInferDraftBackend(TritonAttentionBackend):
         return False
 
 
-class FlashInferDraftImpl(TritonAttentionImpl):
+class FlashInferDraftImpl(QueryAttentionImpl):
     """Attention of the query block of one layer."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False  # queries stay in 16 bits over an fp8 cache
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:  # noqa: ARG002  # vLLM's signature
-        """The output is written in the query's dtype only."""
-        return False
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,  # noqa: ARG002  # in the cache already
-        value: torch.Tensor,  # noqa: ARG002
-        kv_cache: torch.Tensor,
-        attn_metadata: FlashInferDraftMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``query`` [n, heads, head size] over ``kv_cache`` [pages, kv heads, tokens, 2 * head size] into ``output`` like query.
-
-        Raises:
-            NotImplementedError: fused quantisation of the output was asked for.
-        """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("FlashInfer does not quantise the draft's output; turn off the attention fusion pass")
-        if attn_metadata is None:  # memory profiling
-            return output.fill_(0)
-        assert attn_metadata.prefill is not None
-        cache: Any = kv_cache  # Any: torch's split has no annotations
+    def attend(
+        self, layer: Any, query: torch.Tensor, cache: Any, metadata: FlashInferDraftMetadata, output: torch.Tensor
+    ) -> None:
+        """One launch, planned when its batch size was captured."""
+        assert metadata.prefill is not None
         scales: dict[str, float] = {}
         if is_quantized_kv_cache(self.kv_cache_dtype):
-            cache = cache.view(self.fp8_dtype)  # whatever kind was asked for, vLLM's Triton backend stores this one
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}  # vLLM's names
         k_cache, v_cache = cache.split(self.head_size, dim=-1)
-        rows = attn_metadata.num_actual_tokens
-        attn_metadata.prefill.run(
-            query[:rows], k_cache, v_cache, self._spec(query, k_cache, attn_metadata), output[:rows], **scales
-        )
-        return output
+        metadata.prefill.run(query, k_cache, v_cache, self._spec(query, k_cache, metadata), output, **scales)
 
     def _spec(self, query: torch.Tensor, k_cache: torch.Tensor, metadata: FlashInferDraftMetadata) -> PrefillSpec:
         return PrefillSpec(

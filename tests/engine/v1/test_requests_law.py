@@ -7,13 +7,10 @@ third token are compared with exact probabilities. These are computed here from 
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from joint_law import PROMPT, VOCAB, joint_law, unsure_pair
 from scipy.stats import chisquare
-from tiny_models import Draft, Target, edit_weights
+from tiny_models import Draft
 
-VOCAB = 12
-SMALL = Target(vocab=VOCAB, hidden=48, heads=2, kv_heads=1, layers=3, mlp=64)
-PROMPT = [3, 9, 7, 2]
 N = 1500
 PARAMS = {
     "temperature": 0.9,
@@ -41,28 +38,13 @@ def law(logits, outputs):
 
 @pytest.fixture(scope="module")
 def folders(write_pair):
-    target, draft = write_pair(Draft(heads=2, kv_heads=1, block=4, layers=1), SMALL)
-    head = load_file(target / "model.safetensors")["lm_head.weight"]
-    return edit_weights(target, {"lm_head.weight": 0.3 * head}), draft
+    return unsure_pair(write_pair, Draft(heads=2, kv_heads=1, block=4, layers=1))
 
 
 @pytest.fixture(scope="module")
 def probabilities(folders):
     """Exact P(second token, third token), [V * V]."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float64).eval()
-
-    def after(texts):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPT, *t] for t in texts])).logits[:, -1]
-        return torch.stack([law(row, list(t)) for row, t in zip(logits, texts, strict=True)])
-
-    every = range(VOCAB)
-    first = after([[]])[0]
-    second = after([[a] for a in every])
-    third = after([[a, b] for a in every for b in every]).view(VOCAB, VOCAB, VOCAB)
-    return torch.einsum("a,ab,abc->bc", first, second, third).flatten()
+    return joint_law(folders[0], law)
 
 
 def test_distribution_under_all_parameters(folders, engine_of, probabilities):

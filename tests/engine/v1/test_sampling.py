@@ -11,42 +11,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from joint_law import PROMPT, VOCAB, joint_law, unsure_pair
 from scipy.stats import chisquare
-from tiny_models import Draft, Target, edit_weights
+from tiny_models import Draft
 
-VOCAB = 12
-SMALL = Target(vocab=VOCAB, hidden=48, heads=2, kv_heads=1, layers=3, mlp=64)
-PROMPT = [3, 9, 7, 2]
 N, TEMPERATURE, TOP_P = 4000, 0.8, 0.9
 
 
 @pytest.fixture(scope="module")
 def folders(write_pair):
-    """A pair whose target is unsure: a peaked one would reject nearly every draft of a random draft model."""
-    target, draft = write_pair(Draft(heads=2, kv_heads=1, block=4), SMALL)
-    head = load_file(target / "model.safetensors")["lm_head.weight"]
-    return edit_weights(target, {"lm_head.weight": 0.3 * head}), draft
+    return unsure_pair(write_pair, Draft(heads=2, kv_heads=1, block=4))
+
+
+def law(logits, outputs):
+    """P(next token), float64 [V]: temperature, then the smallest set that reaches TOP_P."""
+    ordered, ids = (logits / TEMPERATURE).softmax(-1).sort(descending=True)
+    ordered[ordered.cumsum(-1) - ordered >= TOP_P] = 0
+    return torch.zeros_like(ordered).scatter(0, ids, ordered / ordered.sum())
 
 
 @pytest.fixture(scope="module")
 def probabilities(folders):
     """Exact P(second token, third token) of the target, [V * V], at the temperature and top-p of the test."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float64).eval()
-
-    def next_token(texts):
-        with torch.no_grad():
-            ordered, ids = (model(torch.tensor(texts)).logits[:, -1] / TEMPERATURE).softmax(-1).sort(descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= TOP_P] = 0  # the smallest set that reaches TOP_P
-        return torch.zeros_like(ordered).scatter(1, ids, ordered / ordered.sum(-1, keepdim=True))
-
-    every = range(VOCAB)
-    first = next_token([PROMPT])[0]
-    second = next_token([[*PROMPT, a] for a in every])
-    third = next_token([[*PROMPT, a, b] for a in every for b in every]).view(VOCAB, VOCAB, VOCAB)
-    return torch.einsum("a,ab,abc->bc", first, second, third).flatten()
+    return joint_law(folders[0], law)
 
 
 CHEAP = {"draft_weights": "fp8", "draft_head": "small", "draft_head_rows": 8, "draft_head_list": "rows.json"}
