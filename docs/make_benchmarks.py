@@ -4,66 +4,17 @@
 Every published figure comes from a committed result; ``--check`` fails when a page is not what the results say.
 """
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from benchmark_sections import cheaper_drafter, gpu_tests, kernels, never_slower, sanitizer, side_by_side, soak
+from benchmark_tables import by_arm, data, loads, ratio, result, source, speed_field, spread, table, value
+from head_rows_section import head_rows
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
 README = DOCS.parent / "README.md"
 BEGIN, END = "<!-- figures: docs/make_benchmarks.py -->\n", "<!-- end of figures -->\n"
-
-Row = dict[str, Any]
-
-
-def result(name: str) -> tuple[Row, list[Row]]:
-    """Provenance and rows of ``results/name.json``; empty when it has not been measured."""
-    path = DOCS / "results" / f"{name}.json"
-    if not path.exists():
-        return {}, []
-    data = json.loads(path.read_text())
-    return data["provenance"], data["rows"]
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def source(name: str, provenance: Row) -> str:
-    """One line saying where the figures come from."""
-    versions = provenance.get("versions") or {k: provenance[k] for k in ("vllm", "torch", "triton") if k in provenance}
-    shown = ", ".join(f"{k} {v}" for k, v in versions.items())
-    where = provenance.get("gpu") or provenance.get("hardware", "")
-    where = ", ".join(map(str, where.values())) if isinstance(where, dict) else where
-    return (
-        f"[results/{name}.json](results/{name}.json): {where}; {shown}; `{provenance['command']}`; commit "
-        f"{str(provenance['commit'])[:12]}, {provenance['date'][:10]}.\n"
-    )
-
-
-def by_arm(rows: list[Row], *keys: str) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Rows grouped by ``keys``, then by arm."""
-    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault(tuple(row[key] for key in keys), {})[row["arm"]] = row
-    return cells
-
-
-def ratio(cell: dict[str, Row], field: str, arm: str, base: str) -> str:
-    """``arm`` over ``base``, or a dash where either was not measured."""
-    if field not in cell.get(arm, {}) or field not in cell.get(base, {}):
-        return "-"
-    return f"{cell[arm][field] / cell[base][field]:.2f}"
-
-
-def spread(rows: list[Row]) -> str:
-    """How far repetitions of a cell lie apart."""
-    worst = max(row.get("tok_s_spread", 0.0) for row in rows)
-    typical = sorted(row.get("tok_s_spread", 0.0) for row in rows)[len(rows) // 2]
-    return f"(max - min) / median is {typical:.0%} in the middle, {worst:.0%} at worst"
 
 
 def speculator() -> str:
@@ -135,33 +86,60 @@ def cpu() -> str:
 
 def cheaper_draft() -> str:
     """What smaller weights and a smaller head cost in acceptance."""
-    path = DOCS / "results" / "cheaper_drafter_cpu.json"
-    if not path.exists():
+    measured = data("cheaper_drafter_cpu")
+    if not measured:
         return ""
-    data = json.loads(path.read_text())
-    found = data["results"]
+    found = measured["results"]
     heats = list(found)
     lines = [
         [name, *(f"{found[heat][name]['acceptance_length']:.2f} ({-found[heat][name]['loss_percent']:+.1f} %)" for heat in heats)]
         for name in found[heats[0]]
     ]
-    head = data["head"]
+    head = measured["head"]
     text = (
-        f"## A cheaper draft: acceptance length\n\nDemo pair, {data['prompts']} prompts, the small head has {head['rows']:,} of "
-        f"{head['of']:,} rows. By default a small head is used only where a calibrated list lies beside the draft.\n\n"
+        f"## A cheaper draft: acceptance length\n\nDemo pair, {measured['prompts']} prompts, the small head has {head['rows']:,} "
+        f"of {head['of']:,} rows. By default a small head is used only where a list of counted answers promises to pay.\n\n"
     )
-    return text + table(["draft", *heats], lines) + "\n" + source("cheaper_drafter_cpu", data["provenance"])
+    return text + table(["draft", *heats], lines) + "\n" + source("cheaper_drafter_cpu", measured["provenance"])
 
 
 def page() -> str:
     """The whole page."""
-    parts = [speculator(), demo_pair(), cheaper_draft(), cpu()]
+    parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
+    parts += [kernels(), soak(), sanitizer(), gpu_tests(), cpu()]
     head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
     return "\n".join([head, *filter(None, parts)])
 
 
 def summary() -> str:
-    """The README's table: how much faster, on a GPU and on a CPU."""
+    """The README's table and what it means: how much faster, on a GPU and on a CPU."""
+    return _side_by_side_summary() if result("side_by_side")[1] else _dummy_summary()
+
+
+def _side_by_side_summary() -> str:
+    provenance, rows = result("side_by_side")
+    gpu, bases, lines = provenance["gpu"].removeprefix("NVIDIA "), ("none", "builtin", "adaptive"), []
+    for requests in sorted({row["concurrency"] for row in rows}):
+        cells = [cell for load, cell in loads(rows).items() if load[2] == requests]
+        ranges = []
+        for base in bases:
+            found = [value(cell, speed_field(cell), "ours", base) for cell in cells]
+            known = [one for one in found if one is not None]
+            ranges.append(f"{min(known):.2f} to {max(known):.2f}" if known else "-")
+        lines.append([f"{gpu}, 8B target, K = {provenance['k']}, requests: {requests}", *ranges])
+    lines += [[*line, "-"] for line in _cpu_lines()]
+    head = ["tokens per second of ours, over", "no speculation", "vLLM's own DFlash", "with adaptive verification"]
+    sets = ", ".join(dict.fromkeys(row["prompts"] for row in rows))
+    heats = " and ".join(f"{heat:g}" for heat in dict.fromkeys(row["temperature"] for row in rows))
+    text = (
+        f"8B rows: a real pair at the cost of an 8B model, while all requests decode, lowest and highest of {sets} at\n"
+        f"temperature {heats}; ours as it comes. CPU: the demo pair on two noisy cores, whole runs, best and worst. "
+        "[All figures](docs/benchmarks.md).\n"
+    )
+    return table(head, lines) + "\n" + text
+
+
+def _dummy_summary() -> str:
     lines = []
     gpu = [row for row in result("gpu_speculator")[1] if row["concurrency"] in (1, 8, 32, 128)]
     for (concurrency,), cell in sorted(by_arm(gpu, "concurrency").items()):
@@ -171,13 +149,23 @@ def summary() -> str:
     for (concurrency,), cell in sorted(by_arm(small, "concurrency").items()):
         ratios = [ratio(cell, "tok_s", "ours", base) for base in ("none", "builtin")]
         lines.append([f"H200, demo pair (135M), K = 7, requests: {concurrency}", *ratios])
+    head = "tokens per second of ours (GPU: while all requests decode; CPU: whole run), over"
+    text = (
+        "8B rows: dummy weights, synthetic acceptance (6.5 tokens per step at K = 15); ours as it comes, with fp8 draft weights "
+        "where they\ntime faster and a draft width that follows the load. CPU: two noisy cores, best and worst. "
+        "[All figures](docs/benchmarks.md).\n"
+    )
+    return table([head, "no speculation", "vLLM's own DFlash"], lines + _cpu_lines()) + "\n" + text
+
+
+def _cpu_lines() -> list[list[str]]:
     cells = by_arm(result("cpu_speed")[1], "dtype", "batch", "k")
     ordered = sorted(cells, key=lambda at: cells[at]["ours"]["tok_s"] / cells[at]["none"]["tok_s"])
+    lines = []
     for dtype, batch, k in (ordered[-1], ordered[0]):  # the best and the worst
         ratios = [ratio(cells[dtype, batch, k], "tok_s", "ours", base) for base in ("none", "builtin")]
         lines.append([f"CPU, demo pair, {dtype}, K = {k}, requests: {batch}", *ratios])
-    head = "tokens per second of ours (GPU: while all requests decode; CPU: whole run), over"
-    return table([head, "no speculation", "vLLM's own DFlash"], lines)
+    return lines
 
 
 def readme() -> str:

@@ -51,7 +51,7 @@ VLLM = {
     "fly_window_size": "honoured (vLLM 0.33); FLy is lossy by design",
     "fly_entropy_threshold": "honoured (vLLM 0.33)",
     "fly_entropy_top_k": "honoured (vLLM 0.33)",
-    "enable_adaptive_verification": "honoured on Model Runner V2",
+    "enable_adaptive_verification": "honoured on Model Runner V2, beside fused heads and the planner",
     "attention_backend": "honoured; for non-causal drafts FLASHINFER runs with one plan per number of requests where it fits "
     "(16-bit, its head sizes, no sinks) and is replaced elsewhere, as FLEX_ATTENTION always is, with a line in the log",
     "kv_cache_dtype": "honoured, for the draft's layers only",

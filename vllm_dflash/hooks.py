@@ -99,12 +99,26 @@ STEP_DONE = Hook(
     path="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
     moment="patch",
     params=("scheduler_output", "model_runner_output"),
-    why="the planner counts here, once per step, how many drafts of each request were accepted",
+    why="the planner counts here, once per step, how many drafts of each request were accepted, and output tokens are counted "
+    "where asked",
     until="vLLM reports acceptance per request to plugins (vllm-project/vllm#48915)",
 )
+DATA_PARALLEL = Hook(
+    path="vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
+    moment="patch",
+    why="vLLM drops the planner's table for every data-parallel size, though ranks of a dense target run without each other",
+    until="vLLM keeps num_speculative_tokens_per_batch_size for data-parallel ranks of dense targets",
+)
+V2_CAPTURED = Hook(
+    path="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
+    moment="patch",
+    why="once the target's graphs exist, verification is timed by its rows for the planner's first plans; a speculator never "
+    "meets the runner",
+    until="vLLM keeps the cost tables of its adaptive verification for every speculator",
+)
 SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, ENGINE_CONFIG, SCHEDULE)
-WATCHES = (SPEC_STATS, CACHED_TOKENS, STEP_DONE)
-"""Only read: watchdog and planner count, and pass everything on unchanged."""
+WATCHES = (SPEC_STATS, CACHED_TOKENS, STEP_DONE, V2_CAPTURED, DATA_PARALLEL)
+"""Of watchdog and planner. All but the last only read: they count and time, and pass everything on unchanged."""
 PARAMETERS = Hook(
     path="vllm.sampling_params:SamplingParams._validate_spec_decode",
     moment="patch",
@@ -143,6 +157,27 @@ HOOKS: tuple[Hook, ...] = (
         params=("vllm_config", "device"),
         why="base class of our speculator: loading, attention groups, verification feedback",
         until="never, while Model Runner V2 drafts with models",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.predict",
+        moment="v2",
+        params=("logits", "idx_mapping", "draft_step", "confidence_probs", "temperature"),
+        why="confidences for adaptive verification; from odds of a fused head its kernel _predict_kernel makes them alone",
+        until="vLLM's estimator takes log-odds",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens",
+        moment="v2",
+        params=("num_tokens_per_req", "draft_tokens"),
+        why="its budget follows the width of drafts, and the planner learns which rows were verified",
+        until="vLLM prices draft passes by their width, and reports verified rows to plugins",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences",
+        moment="v2",
+        params=("confidence_probs", "input_batch"),
+        why="the planner learns here what the drafts of a step promise",
+        until="vLLM reports confidences to plugins",
     ),
     Hook(
         path="vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",

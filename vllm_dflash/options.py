@@ -58,13 +58,27 @@ class PluginOptions:
         "auto",
         '"auto", "full", "small"',
         "LM head that drafts come from. full: the target's. small: a private fp8 copy of `draft_head_rows` rows, those of the "
-        "most frequent tokens. auto: on GPUs the faster of full and an fp8 copy, which has the rows of a calibrated list "
-        "beside the draft, else all rows (CPUs: full).",
+        "most frequent tokens. auto: on GPUs the one that promises most tokens per second of full, an fp8 copy of all rows and, "
+        "where a list of counted answers tells what it would cost in acceptance, a small one (CPUs: full).",
         choices=("auto", "full", "small"),
     )
     draft_head_rows: int = _option(32768, "rows", "Rows of a small draft head, 0.13 GiB at 32768 and hidden size 4096.", least=8)
+    draft_head_guests: int = _option(
+        0,
+        "rows",
+        "Rows of a small draft head besides the listed ones, for tokens that requests have just used: the words of their own "
+        "subject come again. On the demo pair they save most of what a small head costs in acceptance; not timed on a GPU yet.",
+        least=0,
+    )
     draft_head_list: str | None = _option(
         None, "path, or null", "Row list made by `vllm-dflash calibrate` (null: the one beside the draft, else merge order)."
+    )
+    draft_head_counting: bool = _option(
+        False,
+        "true, false",
+        "Count the target's own output tokens while serving, in a file of this pair below `~/.cache/vllm-dflash/served-tokens` "
+        "(`$XDG_CACHE_HOME`). A later start with this option takes its rows from there once 32768 tokens are counted, unless "
+        "`draft_head_list` names a file.",
     )
     planner: str = _option(
         "auto",

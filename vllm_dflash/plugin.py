@@ -16,6 +16,7 @@ from vllm_dflash import __version__, hooks
 from vllm_dflash.draft_config import OUR_ARCHITECTURES, check_width, claims_architectures
 from vllm_dflash.options import read_options
 from vllm_dflash.patching import Patch
+from vllm_dflash.planner_patches import planner_table, verification_timing
 from vllm_dflash.request_patches import request_patches
 
 KILL_SWITCH = "VLLM_DFLASH"
@@ -90,11 +91,13 @@ def seams() -> tuple[Patch, ...]:
 
 
 def watches() -> tuple[Patch, ...]:
-    """Where the acceptance watchdog reads; nothing that vLLM does changes."""
+    """Where the acceptance watchdog and the planner read; the last keeps the planner's table."""
     return (
         Patch(hooks.SPEC_STATS, _watch_spec_stats),
         Patch(hooks.CACHED_TOKENS, _watch_cached_tokens),
         Patch(hooks.STEP_DONE, _watch_step_done),
+        verification_timing(claims),
+        planner_table(claims),
     )
 
 
@@ -132,9 +135,9 @@ def _wrap_capture(original: Callable[..., Any]) -> Callable[..., Any]:
 
         vllm_config = get_current_vllm_config()
         if claims(vllm_config):
-            from vllm_dflash.engine.capture import ensure_capture
+            from vllm_dflash.engine.capture import prepare_capture
 
-            ensure_capture(model, vllm_config)
+            prepare_capture(model, vllm_config)
         return original(model, spec_config, *args, **kwargs)
 
     return set_layers
@@ -261,13 +264,15 @@ def _watch_spec_stats(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_step_done(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the planner, where the scheduler has one, what became of the drafts of each step."""
+    """Show the planner, where the scheduler has one, what became of the drafts of each step, and count tokens where asked."""
+    from vllm_dflash.engine.served_tokens import count_step
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         planning = getattr(self, "_vllm_dflash_planning", None)
         if planning is not None:
             _guarded(self, planning.finished, scheduler_output, model_runner_output)
+        count_step(self, scheduler_output, model_runner_output, claims)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
     return update_from_output

@@ -14,6 +14,8 @@ from typing import Any
 
 LIST_FILE = "draft_head_rows.json"
 """Name of a row list beside a draft checkpoint."""
+ENOUGH_TOKENS = 32768
+"""Tokens counted while serving from which on they decide the rows."""
 
 
 class RowListError(ValueError):
@@ -29,12 +31,16 @@ class RowList:
         vocab_size: of the model that they belong to.
         source: where the order comes from, in words.
         calibrated: whether tokens were counted; False for the order of a tokenizer's merges.
+        coverage: share of further tokens of the same kind that its leading rows are expected to hold; None where unknown.
+        num_rows: how many leading rows ``coverage`` is for.
     """
 
     token_ids: tuple[int, ...]
     vocab_size: int
     source: str
     calibrated: bool
+    coverage: float | None = None
+    num_rows: int | None = None
 
 
 def merge_order(tokenizer: Mapping[str, Any]) -> list[int]:
@@ -73,11 +79,56 @@ def coverage(counts: Mapping[int, int], token_ids: Iterable[int]) -> float:
     return sum(counts.get(token, 0) for token in set(token_ids)) / total if total else 0.0
 
 
-def count(texts: Iterable[Iterable[int]]) -> Counter[int]:
-    """How often each token id occurs."""
-    counts: Counter[int] = Counter()
-    for ids in texts:
-        counts.update(ids)
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """How often each token occurs, and in how many texts (answers, pieces of a file)."""
+
+    times: Counter[int] = dataclasses.field(default_factory=Counter)
+    texts: Counter[int] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """Tokens counted."""
+        return self.times.total()
+
+    def add(self, text: Sequence[int]) -> None:
+        """Count one text's token ids."""
+        self.times.update(text)
+        self.texts.update(set(text))
+
+    def update(self, other: "TokenCounts") -> None:
+        """Add what ``other`` counted, in other texts."""
+        self.times.update(other.times)
+        self.texts.update(other.texts)
+
+
+def expected_coverage(counts: TokenCounts, order: Sequence[int], num_rows: int) -> float:
+    """Share of *further* texts' tokens that the first ``num_rows`` of ``ranked(counts.times, order)`` hold.
+
+    By leaving one text out: each occurrence is looked up in the list that the other texts would give, so a token of one text
+    counts only where ``order`` alone would have listed it. Texts repeat their own words, so the share of the counted tokens
+    themselves, or of each occurrence by the others, says too much. (A token's occurrences are taken as even over its texts.)
+    """
+    times, texts, total = counts.times, counts.texts, counts.total
+    tokens = ranked(times, order)
+    if not total or num_rows >= len(tokens):
+        return 1.0 if total else 0.0
+    place = {token: i for i, token in enumerate(order)}
+
+    def key(token: int, found: float) -> tuple[float, int, int]:
+        return -found, place.get(token, len(place)), token
+
+    following = tokens[num_rows]  # the one that would take the place
+    limit = key(following, times.get(following, 0))
+    held = (t for t in tokens[:num_rows] if times.get(t, 0) and key(t, times[t] - times[t] / max(1, texts[t])) < limit)
+    return sum(times[token] for token in held) / total
+
+
+def count(texts: Iterable[Sequence[int]]) -> TokenCounts:
+    """Counts over ``texts``."""
+    counts = TokenCounts()
+    for text in texts:
+        counts.add(text)
     return counts
 
 
@@ -87,6 +138,8 @@ def write_list(path: Path, rows: RowList, counts: Mapping[int, int], facts: Mapp
         "vocab_size": rows.vocab_size,
         "source": rows.source,
         "calibrated": rows.calibrated,
+        "rows": rows.num_rows,
+        "expected_coverage": rows.coverage,
         "tokens_counted": sum(counts.values()),
         **facts,
         "token_ids": list(rows.token_ids),
@@ -113,7 +166,11 @@ def parse_list(document: Any, name: str, vocab_size: int) -> RowList:
             f"{name}: token_ids must be distinct and between 0 and {vocab_size - 1}; found {min(ids)} to {max(ids)}, "
             f"{len(ids) - len(set(ids))} repeated. Run `vllm-dflash calibrate` again."
         )
-    return RowList(tuple(ids), vocab_size, str(document.get("source", name)), bool(document.get("calibrated", True)))
+    share, rows = document.get("expected_coverage"), document.get("rows")
+    if not (isinstance(share, float) and 0 <= share <= 1 and isinstance(rows, int)):  # a list of another hand may not say
+        share = rows = None
+    source, calibrated = str(document.get("source", name)), bool(document.get("calibrated", True))
+    return RowList(tuple(ids), vocab_size, source, calibrated, share, rows)
 
 
 def _distinct(tokens: Iterable[int]) -> list[int]:

@@ -9,7 +9,6 @@ reads its weights from memory, as in a draft step. Times are per product. `w8a8`
 import argparse
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from dflash_kernels import draft_head_fp8 as draft_head_fp8_module
 from dflash_kernels.draft_head import HeadWorkspace, draft_head
 from dflash_kernels.draft_head_fp8 import draft_head_fp8
 from dflash_kernels.fp8_linear import MAX_ROWS, Fp8Workspace, Tile, fp8_linear, quantise_rows
-from harness import copy_ceiling, provenance
+from harness import Ceilings, print_row, row_of, save
 
 SHAPES = {  # name -> (N, K)
     "qkv": (6144, 4096),
@@ -34,6 +33,7 @@ SHAPES = {  # name -> (N, K)
     "context_kv": (10240, 4096),
 }
 ROWS = (16, 32, 64, 128, 512, 1024, 2048)
+QUICK_SHAPES, QUICK_ROWS = ("qkv", "gate_up", "fc"), (16, 64, 512)
 _COLD_BYTES = 300 << 20
 Chain = Callable[[], object]
 
@@ -103,11 +103,13 @@ def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, name: str)
     assert error < 0.06, f"{name}: relative error {error:.3f}"
 
 
-def measure_shape(name: str, shape: tuple[int, int], workspace: Fp8Workspace) -> list[dict[str, Any]]:
+def measure_shape(
+    name: str, shape: tuple[int, int], workspace: Fp8Workspace, sizes: tuple[int, ...], ceilings: Ceilings
+) -> list[dict[str, Any]]:
     """All arms of one weight at every number of rows."""
     plain, numbers, scales = weights_of(shape, fp8_bytes=True)
     rows = []
-    for num_rows in ROWS:
+    for num_rows in sizes:
         x = torch.randn(num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
         arms: dict[str, list[Chain]] = {"bf16": [functools.partial(torch.mm, x, w.T) for w in plain]}
         arms |= w8a8(numbers, scales, x)
@@ -117,20 +119,19 @@ def measure_shape(name: str, shape: tuple[int, int], workspace: Fp8Workspace) ->
             ]
         for arm, calls in arms.items():
             check(calls[0](), x, plain[0], f"{name} {arm}")
-            num_bytes = shape[0] * shape[1] * (2 if arm == "bf16" else 1)
-            us = chain_us(calls)
-            rows.append({"op": name, "rows": num_rows, "arm": arm, "us": round(us, 2), "tb_s": round(num_bytes / us / 1e6, 2)})
-        line = "  ".join(f"{row['arm']} {row['us']:.1f} ({row['tb_s']:.2f})" for row in rows if row["rows"] == num_rows)
-        print(f"{name:10} M={num_rows:<5} {line}", flush=True)
+            num_bytes = shape[0] * shape[1] * (2 if arm == "bf16" else 1) + 2 * num_rows * sum(shape)
+            flops = 2 * num_rows * shape[0] * shape[1]
+            rows.append(row_of("draft_gemm", f"{name} rows={num_rows}", arm, chain_us(calls), num_bytes, flops, ceilings))
+            print_row(rows[-1])
     return rows
 
 
-def measure_head() -> list[dict[str, Any]]:
+def measure_head(sizes: tuple[int, ...], ceilings: Ceilings) -> list[dict[str, Any]]:
     """Head with argmax: bf16 full, fp8 full, fp8 32k rows."""
     weight = torch.randn(151_936, 4096, device="cuda", dtype=torch.bfloat16) * 0.02
     numbers, scales = quantise_rows(weight)
     rows = []
-    for num_rows in (15, 16, 32, 64):
+    for num_rows in sizes:
         hidden = torch.randn(num_rows, 4096, device="cuda", dtype=torch.bfloat16)
         workspace = HeadWorkspace(max_rows=64, vocab_rows=151_936, dtype=torch.bfloat16, device="cuda")
         arms = {"bf16": functools.partial(draft_head, hidden, weight, workspace=workspace)}
@@ -145,12 +146,19 @@ def measure_head() -> list[dict[str, Any]]:
                 if "32768" not in arm
                 else chain_us([call, arms["bf16"]] * 3) * 2 - chain_us([arms["bf16"]] * 6)
             )
-            rows.append({"op": "head", "rows": num_rows, "arm": arm, "us": round(us, 2)})
-        print(
-            f"head       M={num_rows:<5} " + "  ".join(f"{r['arm']} {r['us']:.1f}" for r in rows if r["rows"] == num_rows),
-            flush=True,
-        )
+            vocab = 32_768 if "32768" in arm else 151_936
+            num_bytes = vocab * 4096 * (2 if arm == "bf16" else 1) + 2 * hidden.numel()
+            rows.append(row_of("draft_gemm", f"head rows={num_rows}", arm, us, num_bytes, 2 * num_rows * vocab * 4096, ceilings))
+            print_row(rows[-1])
     return rows
+
+
+def benchmark(ceilings: Ceilings, *, thorough: bool) -> list[dict[str, Any]]:
+    """All arms; three weights and sizes, or all of them."""
+    workspace, names = Fp8Workspace("cuda"), tuple(SHAPES) if thorough else QUICK_SHAPES
+    sizes = ROWS if thorough else QUICK_ROWS
+    rows = [row for name in names for row in measure_shape(name, SHAPES[name], workspace, sizes, ceilings)]
+    return rows + measure_head((15, 16, 32, 64) if thorough else (16, 64), ceilings)
 
 
 def sweep(workspace: Fp8Workspace) -> list[dict[str, Any]]:
@@ -244,20 +252,16 @@ def tiles(num_rows: int, shape: tuple[int, int]) -> list[Tile]:
 def main() -> None:
     """Time the arms, or the tiles with `--sweep`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--json", type=Path, help="write rows and provenance here")
+    parser.add_argument("--thorough", action="store_true", help="every weight and size")
+    parser.add_argument("--sweep", action="store_true", help="search the tiles instead")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("This benchmark times CUDA kernels; torch sees no CUDA device here, so nothing was run.")
         return
-    workspace = Fp8Workspace("cuda")
-    if args.sweep:
-        rows = sweep(workspace) + sweep_head()
-    else:
-        rows = [row for name, shape in SHAPES.items() for row in measure_shape(name, shape, workspace)] + measure_head()
-    print(f"copy ceiling {copy_ceiling() / 1e12:.2f} TB/s")
+    rows = sweep(Fp8Workspace("cuda")) + sweep_head() if args.sweep else benchmark(Ceilings.measure(), thorough=args.thorough)
     if args.json:
-        args.json.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+        save(args.json, rows)
 
 
 if __name__ == "__main__":

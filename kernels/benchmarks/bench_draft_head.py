@@ -2,8 +2,9 @@
 """Time of `draft_head` against a full-logits argmax: Qwen3-8B's head (151,936 x 4096, bf16), 7 to 1,920 sample rows.
 
 Bytes are the weights once, the hidden states and the winners: logits are not needed, so whoever writes them loses. Above
-some 180 rows the product is compute-bound; the case's name has its floating-point work for the ratio to the device's peak.
-Both methods are timed at every size, to place `FUSED_MAX_ROWS`. `--sweep` compares tiles of the fused kernel and of the argmax.
+some 180 rows the product is compute-bound, and its share of the matmul ceiling counts.
+Both methods are timed up to 192 rows, to place `FUSED_MAX_ROWS`, and with the odds against each winner. `--sweep` compares
+tiles of the fused kernel and of the argmax.
 """
 
 import functools
@@ -17,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout has the package beside this folder
 from dflash_kernels import draft_head as module
 from dflash_kernels import reference
-from dflash_kernels.draft_head import HeadWorkspace, Winner, draft_head, pick_winner
+from dflash_kernels.draft_head import HeadWorkspace, Temperatures, Winner, draft_head, pick_winner
 from harness import Case, main
 
 VOCAB, WIDTH = 151_936, 4096
@@ -28,30 +29,33 @@ def _cases(num_rows: int, weight: torch.Tensor) -> Iterator[Case]:
     hidden = torch.randn(num_rows, WIDTH, device=device, dtype=weight.dtype)
     # 128 rows at least, so that the matmul method has its buffer at every size.
     rows = max(num_rows, 128)
-    workspace = HeadWorkspace(max_rows=rows, vocab_rows=VOCAB, dtype=weight.dtype, device=device, fused_rows=rows)
-    out = Winner.empty(num_rows, device)
+    workspace = HeadWorkspace(max_rows=rows, vocab_rows=VOCAB, dtype=weight.dtype, device=device, fused_rows=rows, odds=True)
+    out = Winner.empty(num_rows, device, odds=True)
+    states = torch.arange(num_rows, device=device)
+    temperatures = Temperatures(states, torch.linspace(0, 2, num_rows, device=device))
     num_bytes = (weight.numel() + hidden.numel()) * weight.element_size() + 12 * num_rows
-    name = f"rows={num_rows} {2 * num_rows * weight.numel() / 1e9:.0f} GFLOP"
-    for method in ("fused", "matmul"):
+    name, flops = f"rows={num_rows}", 2 * num_rows * weight.numel()
+    for method in ("fused", "matmul") if num_rows <= 192 else ("matmul",):
+        for warmth, suffix in ((None, ""), (temperatures, ", odds")):
 
-        def run(method: str = method) -> None:
-            draft_head(hidden, weight, workspace=workspace, method=method, out=out)
+            def run(method: str = method, warmth: Temperatures | None = warmth) -> None:
+                draft_head(hidden, weight, workspace=workspace, method=method, temperatures=warmth, out=out)
 
-        yield Case("draft_head", name, method, run, num_bytes)
+            yield Case("draft_head", name, method + suffix, run, num_bytes, flops=flops)
 
     def full_logits() -> None:
         torch.argmax(hidden @ weight.T, dim=-1)
 
-    yield Case("draft_head", name, "torch", full_logits, num_bytes)
+    yield Case("draft_head", name, "torch", full_logits, num_bytes, flops=flops)
     expected, found = reference.draft_head(hidden[:4], weight), draft_head(hidden[:4], weight, workspace=workspace)
     near = (found.values - expected.values).abs().max().item()
     assert near < 2.0, f"rows={num_rows}: winners' logits differ by {near} from plain torch"
 
 
-def cases() -> Iterator[Case]:
-    """K = 7 and 15 at batch 1, then batches of 8, 16, 32, 64, 128 at K = 15, and the sizes around the switch."""
+def cases(thorough: bool) -> Iterator[Case]:
+    """K = 15 at batch 1, 8 and 64, and the size of the switch; thorough: K = 7, more batches and sizes around the switch."""
     weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=torch.bfloat16) * 0.02
-    for num_rows in (7, 15, 32, 64, 120, 128, 192, 240, 480, 960, 1920):
+    for num_rows in (7, 15, 32, 64, 120, 128, 192, 240, 480, 960, 1920) if thorough else (15, 64, 120, 960):
         yield from _cases(num_rows, weight)
 
 

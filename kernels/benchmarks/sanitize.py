@@ -28,7 +28,9 @@ from dflash_kernels.block_attention import AttentionWorkspace, block_attention
 from dflash_kernels.context_kv import LayerCaches, context_kv
 from dflash_kernels.draft_head import HeadWorkspace, combine_shards, draft_head, draft_head_local
 from dflash_kernels.draft_head_fp8 import draft_head_fp8, winner_of_logits
+from dflash_kernels.draft_head_winner import Temperatures
 from dflash_kernels.fp8_linear import Fp8Workspace, fp8_linear, quantise_rows
+from dflash_kernels.guest_rows import admit_guests
 from dflash_kernels.page_list import PageList, page_list
 from dflash_kernels.query_block import DraftBlockTables, QueryBlockBuffers, QueryBlockSpec, TargetStep, query_block
 from dflash_kernels.query_kv import query_kv
@@ -79,6 +81,33 @@ def head_steps() -> None:
     workspace = HeadWorkspace(max_rows=67, vocab_rows=301, dtype=BF16, device="cuda")
     draft_head_fp8(random(5, 96), numbers, scales, maps, workspace=workspace, num_valid=290)
     winner_of_logits(random(67, 304), maps, workspace=workspace, num_valid=290)
+
+
+def odds_steps() -> None:
+    """Heads that also tell the odds against their winner, at temperatures by request; a row without a request."""
+    weight, numbers_scales = random(301, 96), quantise_rows(torch.randn(301, 96))
+    numbers, scales = (part.to("cuda") for part in numbers_scales)
+    for rows, method in ((5, "fused"), (67, "matmul")):
+        workspace = HeadWorkspace(max_rows=67, vocab_rows=301, dtype=BF16, device="cuda", odds=True)
+        workspace.logits.zero_()
+        states = (torch.arange(rows) % 3 - 1).to("cuda")
+        temperatures, hidden = Temperatures(states, torch.tensor([0.0, 0.7]).to("cuda")), random(rows, 96)
+        draft_head(hidden, weight, workspace=workspace, num_valid=290, method=method, temperatures=temperatures)
+        if rows <= 64:
+            draft_head_fp8(hidden, numbers, scales, None, workspace=workspace, num_valid=290, temperatures=temperatures)
+
+
+def guest_steps() -> None:
+    """Guest rows of a private head: a token twice, one outside the map, one that may not be a guest, more than fit."""
+    numbers, scales = (part.to("cuda") for part in quantise_rows(torch.randn(301, 96)))
+    home = torch.arange(301).int()
+    home[:50] = -1
+    none = [torch.full((size,), -1, dtype=torch.int32).to("cuda") for size in (301, 4)]
+    offsets = torch.zeros(301, dtype=torch.int64).to("cuda")
+    for ids in ((77, 77, 3, 400, 90), (91, 92, 93, 94, 95, 96)):
+        admit_guests(
+            integers(*ids), random(301, 96), home.to("cuda"), *none, integers(0), numbers, scales, offsets, first_row=297
+        )
 
 
 def linear_steps() -> None:
@@ -156,10 +185,11 @@ def main() -> int:
         return 0
     torch.manual_seed(0)
     launched, start = watch(), time.perf_counter()
-    for steps in (input_steps, cache_steps, attention_steps, head_steps, linear_steps):
+    for steps in (input_steps, cache_steps, attention_steps, head_steps, odds_steps, guest_steps, linear_steps):
         steps()
         torch.cuda.synchronize()
         print(f"{steps.__name__:16} done after {time.perf_counter() - start:5.1f} s", flush=True)
+    print(f"kernels: {', '.join(sorted(launched))}")
     missing = sorted(name for name, count in launched.items() if not count)
     print(f"{sum(launched.values())} launches of {len(launched)} kernels" + (f"; never: {', '.join(missing)}" if missing else ""))
     return 1 if missing else 0

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare launch parameters of `block_attention` on Qwen3-8B's draft shape, with FlashAttention 3 beside them where vLLM has it.
+"""Compare launch parameters of `block_attention` on Qwen3-8B's draft heads, for blocks of 2, 4, 8 and 16 query rows.
 
-First every tile (keys, stages, warps) with the default splits, then splits and scratch for the three best tiles. Prints one line
-per case: FlashAttention, the default, and the fastest candidates as keys/stages/warps/programs per SM/least keys/scratch bytes;
-then the candidates that are best over all cases. Takes some 5 minutes, most of it compiling.
+Tiles (keys, stages, warps) with the default splits: four for each block, some 40 s on an H200, mostly compiling. `--thorough`
+takes more tiles and shapes, then splits and scratch for the three best of each block, with FlashAttention 3 beside them where
+vLLM has it; several minutes. Prints one line per case: the default and the fastest candidates as keys/stages/warps/programs per
+SM/least keys/scratch bytes; then those that are best over all cases of a block. `--json` writes after each block.
 
-usage: sweep_block_attention.py [--json PATH]
+usage: sweep_block_attention.py [--json PATH] [--thorough] [--rows 2,4]
 """
 
 import argparse
 import functools
 import itertools
-import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +23,40 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout has the package beside this folder
-from bench_block_attention import HEAD_DIM, NUM_QUERY, kernel_case, make_inputs
-from dflash_kernels.block_attention import Tuning
-from harness import provenance
+from bench_block_attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, kernel_case, make_inputs
+from dflash_kernels.block_attention import Tuning, _tile
+from harness import Ceilings, row_of, save
 
 CAPACITY = 40960
-SHAPES = ((8, 1024), (1, 1024), (4, 1024), (16, 1024), (32, 1024), (8, 4096), (1, 4096))
-TILES = [
-    Tuning(keys=keys, stages=stages, warps=warps, min_keys=max(64, keys))
-    for keys, stages, warps in itertools.product((32, 64, 128), (2, 3, 4, 5), (4, 8))
-    if keys * stages <= 320  # more does not fit into shared memory
-]
+ROWS = (2, 4, 8, 16)
+SHAPES = {False: ((1, 1024), (8, 1024), (8, 4096)), True: ((1, 1024), (4, 1024), (8, 1024), (32, 1024), (1, 4096), (8, 4096))}
+WIDTHS = {False: ((32, 64), (2, 5), (4,)), True: ((32, 64, 128), (2, 3, 4, 5), (4, 8))}
 SPLITS = list(itertools.product((1, 2, 3, 4), (1, 2, 4), (True, False)))  # programs per SM, tiles per split, short scratch
+_MOST = 320  # keys times stages; more does not fit into shared memory
+
+
+def tiles_of(num_query: int, *, thorough: bool) -> dict[str, Tuning]:
+    """Candidates by name; the first is what the launcher chooses by itself, spelled out."""
+    best = _tile(num_query * NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, Tuning())
+    found = [Tuning(keys=best.keys, stages=best.stages, warps=best.warps)]
+    found += [
+        Tuning(keys=keys, stages=stages, warps=warps, min_keys=max(64, keys))
+        for keys, stages, warps in itertools.product(*WIDTHS[thorough])
+        if keys * stages <= _MOST
+    ]
+    return {name_of(tuning): tuning for tuning in found}
 
 
 def name_of(tuning: Tuning) -> str:
-    """The parameters that vary here, in a few characters; None is what these shapes get for it."""
+    """The parameters that vary here, in a few characters."""
     scratch = 2 if tuning.short_scratch else 4
-    return f"{tuning.keys}/{tuning.stages or 5}/{tuning.warps or 4}/{tuning.programs_per_sm}/{tuning.min_keys}/{scratch}"
+    return f"{tuning.keys}/{tuning.stages}/{tuning.warps}/{tuning.programs_per_sm}/{tuning.min_keys}/{scratch}"
 
 
 def microseconds(run: Any) -> float:
     """Median of graph replays."""
     run()
-    return float(triton.testing.do_bench_cudagraph(run, return_mode="median")) * 1e3
+    return float(triton.testing.do_bench_cudagraph(run, rep=4, return_mode="median")) * 1e3
 
 
 def flash_attention(inputs: Any) -> float | None:
@@ -56,8 +66,8 @@ def flash_attention(inputs: Any) -> float | None:
     except ImportError:
         return None
     q, keys, values, table, lens = inputs.args
-    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=q.device) * NUM_QUERY
-    options = {"cu_seqlens_q": starts, "max_seqlen_q": NUM_QUERY, "seqused_k": lens, "max_seqlen_k": CAPACITY}
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=q.device) * inputs.num_query
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": inputs.num_query, "seqused_k": lens, "max_seqlen_k": CAPACITY}
     options |= {
         "softmax_scale": HEAD_DIM**-0.5,
         "causal": False,
@@ -73,74 +83,74 @@ def flash_attention(inputs: Any) -> float | None:
         return None
 
 
-def time_all(inputs: Any, tunings: Iterable[Tuning], done: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Rows {arm, us} of every candidate that fits this GPU and is not done; a wrong result stops the sweep."""
+def time_all(inputs: Any, candidates: dict[str, Tuning], done: Iterable[str] = ()) -> dict[str, float]:
+    """Microseconds of every candidate that fits this GPU and is not done; a wrong result stops the sweep."""
     expected = kernel_case(inputs, None, CAPACITY).run()
-    rows = []
-    candidates = {name_of(tuning): tuning for tuning in tunings}
+    times: dict[str, float] = {}
     for name in candidates.keys() - set(done):
-        tuning = candidates[name]
-        run = kernel_case(inputs, None, CAPACITY, tuning=tuning).run
+        run = kernel_case(inputs, None, CAPACITY, tuning=candidates[name]).run
         try:
             found = run()
         except OutOfResources:
             continue
         assert (found - expected).abs().max() < 0.02, f"{name} differs from the default"
-        rows.append({"arm": name, "us": round(microseconds(run), 2), **tuning._asdict()})
-    return rows
+        times[name] = microseconds(run)
+    return times
 
 
-def best_over(results: dict[str, list[dict[str, Any]]], count: int) -> list[str]:
-    """Names of the `count` arms with the least geometric mean over the cases in which all arms that are compared ran."""
-    times: dict[str, list[float]] = {}
-    for rows in results.values():
-        for row in rows:
-            times.setdefault(row["arm"], []).append(row["us"])
-    complete = {arm: us for arm, us in times.items() if len(us) == len(results)}
-    return sorted(complete, key=lambda arm: sum(map(math.log, complete[arm])))[:count]
+def best_over(results: dict[str, dict[str, float]], count: int) -> list[str]:
+    """Names of the `count` arms with the least geometric mean over all cases, among those that ran in all."""
+    shared = set.intersection(*(set(times) for times in results.values()))
+    return sorted(shared, key=lambda arm: sum(math.log(times[arm]) for times in results.values()))[:count]
 
 
 def with_splits(tile: Tuning) -> list[Tuning]:
     """All splits for one tile."""
     return [
-        tile._replace(programs_per_sm=per_sm, min_keys=max(64, tile.keys) * tiles, short_scratch=short)
+        tile._replace(programs_per_sm=per_sm, min_keys=max(64, tile.keys or 0) * tiles, short_scratch=short)
         for per_sm, tiles, short in SPLITS
     ]
 
 
-def sweep() -> list[dict[str, Any]]:
-    """Time, print, and return rows {case, arm, us, parameters}."""
-    cases = {f"reqs={reqs} keys={keys}": make_inputs(reqs, keys, None, torch.bfloat16, CAPACITY) for reqs, keys in SHAPES}
-    default = Tuning()
-    tiles = {case: time_all(inputs, [default, *TILES]) for case, inputs in cases.items()}
-    chosen = [tuning for tuning in TILES if name_of(tuning) in best_over(tiles, 3)]
-    found = []
-    for case, inputs in cases.items():
-        done = [row["arm"] for row in tiles[case]]
-        tiles[case] += time_all(inputs, [tuning for tile in chosen for tuning in with_splits(tile)], done)
-        flash = flash_attention(inputs)
-        times = {row["arm"]: row["us"] for row in tiles[case]}
+def sweep(num_query: int, ceilings: Ceilings, *, thorough: bool) -> Iterator[dict[str, Any]]:
+    """Time, print, and yield the rows of one block size; the parameters are in a row's name."""
+    shapes = SHAPES[thorough]
+    cases = {shape: make_inputs(*shape, None, torch.bfloat16, CAPACITY, num_query) for shape in shapes}
+    candidates = tiles_of(num_query, thorough=thorough)
+    default = next(iter(candidates))
+    results = {inputs.name: time_all(inputs, candidates) for inputs in cases.values()}
+    if thorough:
+        candidates |= {name_of(t): t for best in best_over(results, 3) for t in with_splits(candidates[best])}
+        for inputs in cases.values():
+            results[inputs.name] |= time_all(inputs, candidates, results[inputs.name])
+    for inputs in cases.values():
+        times = results[inputs.name]
+        flash = flash_attention(inputs) if thorough else None
         line = "  ".join(f"{arm} {times[arm]:.1f}" for arm in sorted(times, key=lambda arm: times[arm])[:5])
-        ours = times[name_of(default)]
-        print(f"{case:20} FA3 {'-' if flash is None else f'{flash:.1f}'}  default {ours:.1f}  | {line}", flush=True)
-        found += [{"op": "block_attention", "case": case, **row} for row in tiles[case]]
-        if flash is not None:
-            found.append({"op": "block_attention", "case": case, "arm": "FlashAttention 3", "us": round(flash, 2)})
-    print("best over all cases: " + "  ".join(best_over(tiles, 5)))
-    return found
+        print(
+            f"{inputs.name:44} FA3 {'-' if flash is None else f'{flash:.1f}'}  default {times[default]:.1f}  | {line}", flush=True
+        )
+        for arm, us in times.items() if flash is None else {**times, "FlashAttention 3": flash}.items():
+            row = row_of("block_attention", inputs.name, arm, us, inputs.num_bytes, inputs.flops, ceilings)
+            yield row | {"default": arm == default}
+    print(f"Q={num_query}: best over all cases: " + "  ".join(best_over(results, 5)), flush=True)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write rows and provenance here")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="query rows per request")
+    parser.add_argument("--thorough", action="store_true", help="more tiles and shapes, splits, FlashAttention 3")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("This sweep times CUDA kernels; torch sees no CUDA device here, so nothing was run.")
         return
-    rows = sweep()
-    if args.json:
-        args.json.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+    ceilings, rows = Ceilings.measure(), []
+    for num_query in map(int, args.rows.split(",")):
+        rows += list(sweep(num_query, ceilings, thorough=args.thorough))
+        if args.json:
+            save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ class Tuning(NamedTuple):
     of keys and values. Hence scratch in the query's dtype.
 
     Attributes:
-        keys: BLOCK_N, keys per step; the address of a key comes from the block table.
+        keys: BLOCK_N, keys per step; the address of a key comes from the block table. None: as `_TILES` says, like the next two.
         stages: prefetch depth, shared between two loads: 3 prefetch one tile of keys (and its table entries before that), 5
-            prefetch two. With 2 the table is read in line, 0.6 us per tile. None: 2 where tiles are wide, else 5.
-        warps: per program; None: 8 for 128 packed rows, else 4.
+            prefetch two. With 2 the table is read in line, 0.6 us per tile of 64 packed rows.
+        warps: per program.
         programs_per_sm: what splits aim at; 3 fit beside each other at 128 registers and 65 KiB of shared memory each.
         min_keys: least keys of a split, below which the merge costs more than the keys; a multiple of `keys`.
         max_splits: most splits per request.
@@ -45,7 +45,7 @@ class Tuning(NamedTuple):
         short_scratch: splits leave their results in the query's dtype; False: in fp32.
     """
 
-    keys: int = 32
+    keys: int | None = None
     stages: int | None = None
     warps: int | None = None
     programs_per_sm: int = 3
@@ -58,17 +58,37 @@ class Tuning(NamedTuple):
 
 class _Tile(NamedTuple):
     rows: int
-    warps: int
+    keys: int
     stages: int
+    warps: int
 
 
-def _tile(packed_rows: int, head_dim: int, dtype: torch.dtype, tuning: Tuning) -> _Tile:
-    """Tile of one program: by default sized for 99 KiB of shared memory, the least among current CUDA devices."""
+# By packed rows, for 16-bit numbers and heads of up to 128: winners of `sweep_block_attention.py` on an H200 with 4 query heads
+# per KV head, where 2 and 4 query rows are 16 packed rows (padded), 8 are 32 and 16 are 64. Few rows leave a program little to
+# do per key: short loops of small tiles win for 16, large tiles far ahead for 32.
+_TILES = {16: _Tile(16, 32, 2, 4), 32: _Tile(32, 64, 5, 4), 64: _Tile(64, 32, 5, 4), 128: _Tile(128, 32, 5, 8)}
+_MOST_KEYS = 64
+# 64 keys in 5 stages hold 128 KiB at head_dim 128. All other tiles fit into 99 KiB, the least among current CUDA devices.
+_ROOMY = 160 << 10
+
+
+def _tile(packed_rows: int, head_dim: int, dtype: torch.dtype, tuning: Tuning, *, roomy: bool = True) -> _Tile:
+    """Tile of one program; `roomy` where the device has `_ROOMY` bytes of shared memory for it."""
     wide = head_dim > 128 or dtype == torch.float32
     # More rows spill registers: fp32 products run on plain FMA units, and at head_dim 256 the accumulator is 64 KiB.
     most = 32 if dtype == torch.float32 else 64 if wide else 128
     rows = min(max(16, triton.next_power_of_2(packed_rows)), most)
-    return _Tile(rows, tuning.warps or (8 if rows == 128 else 4), tuning.stages or (2 if wide else 5))
+    best = _TILES[rows]
+    if wide or (best.keys > 32 and not roomy):
+        best = _Tile(rows, 32, 2 if wide else 5, best.warps)
+    return _Tile(rows, tuning.keys or best.keys, tuning.stages or best.stages, tuning.warps or best.warps)
+
+
+def _is_roomy(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]) >= _ROOMY
 
 
 class AttentionWorkspace:
@@ -88,6 +108,7 @@ class AttentionWorkspace:
 
     __slots__ = (
         "_num_sms",
+        "_roomy",
         "head_dim",
         "lse",
         "max_num_reqs",
@@ -112,8 +133,9 @@ class AttentionWorkspace:
         num_sms: int | None = None,
         tuning: Tuning = Tuning(),  # noqa: B008  # immutable
     ) -> None:
-        if tuning.min_keys % tuning.keys:
-            raise ValueError(f"tuning: min_keys must be a multiple of keys; got {tuning.min_keys} and {tuning.keys}.")
+        if tuning.min_keys % (tuning.keys or _MOST_KEYS):
+            keys = tuning.keys or _MOST_KEYS
+            raise ValueError(f"tuning: min_keys must be a multiple of keys; got {tuning.min_keys} and {keys}.")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}. "
@@ -124,7 +146,7 @@ class AttentionWorkspace:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _DEFAULT_NUM_SMS
         self.max_num_reqs, self.num_query_per_req, self.max_seq_len = max_num_reqs, num_query_per_req, max_seq_len
         self.num_heads, self.num_kv_heads, self.head_dim, self._num_sms = num_heads, num_kv_heads, head_dim, num_sms
-        self.tuning = tuning
+        self.tuning, self._roomy = tuning, _is_roomy(torch.device(device))
         splits = ((reqs, self.num_splits(reqs)) for reqs in range(1, max_num_reqs + 1))
         most = max((reqs * count for reqs, count in splits if count > 1), default=0)
         rows = most * num_query_per_req * num_heads
@@ -218,7 +240,7 @@ def _launch(
     group = heads // workspace.num_kv_heads
     num_reqs = q.shape[0] // num_query
     tuning = workspace.tuning
-    tile = _tile(num_query * group, head_dim, q.dtype, tuning)
+    tile = _tile(num_query * group, head_dim, q.dtype, tuning, roomy=workspace._roomy)
     m_tiles = triton.cdiv(num_query * group, tile.rows)
     splits = workspace.num_splits(num_reqs, window)
     shared = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "NUM_QUERY": num_query}
@@ -231,7 +253,7 @@ def _launch(
         GROUP=group, M_TILES=m_tiles, PAGE=k_cache.shape[1], CAUSAL=causal, HAS_SOFTCAP=softcap > 0.0,
         HAS_KV_SCALE=k_scale is not None, SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # concerns fp32 only
-        WIDEN=_INTERPRETED, BLOCK_M=tile.rows, BLOCK_N=tuning.keys, num_warps=tile.warps, num_stages=tile.stages, **shared,
+        WIDEN=_INTERPRETED, BLOCK_M=tile.rows, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **shared,
     )  # fmt: skip
     if splits > 1:
         grid = (q.shape[0], triton.cdiv(heads, tuning.merge_heads))

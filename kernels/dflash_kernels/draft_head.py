@@ -6,7 +6,8 @@ of the weights once (1.245 GB for Qwen3-8B), and what the fused kernel saves is 
 parallelism gathered) with the argmax kernel. Above `FUSED_MAX_ROWS` rows the product leaves that bound and cuBLAS is faster: it
 writes the logits of a chunk of rows into scratch, and an argmax at the speed of memory reads them once.
 
-Soft-capping and a positive logit scale are monotone: they change no argmax and are ignored. Values are raw logits.
+Soft-capping and a positive logit scale are monotone: they change no argmax and are ignored. Values are raw logits, and so are
+those that the odds against the winner (`Temperatures`) are made of.
 
 CUDA graphs: scratch is allocated once in `HeadWorkspace`; all launch shapes follow from tensor shapes. The fused
 kernel has one variant per entry of `_FUSED_TILES`; a call with as many rows as each entry warms all of them.
@@ -18,9 +19,18 @@ import torch
 import triton
 
 from .draft_head_kernel import _head_tiles_kernel, _logit_tiles_kernel
-from .draft_head_winner import Winner, combine_shards, pick_winner
+from .draft_head_winner import Temperatures, Winner, combine_shards, pick_winner
 
-__all__ = ["FUSED_MAX_ROWS", "HeadWorkspace", "Winner", "combine_shards", "draft_head", "draft_head_local", "pick_winner"]
+__all__ = [
+    "FUSED_MAX_ROWS",
+    "HeadWorkspace",
+    "Temperatures",
+    "Winner",
+    "combine_shards",
+    "draft_head",
+    "draft_head_local",
+    "pick_winner",
+]
 
 
 class _Tile(NamedTuple):
@@ -63,9 +73,10 @@ class HeadWorkspace:
         device: where they live.
         logit_bytes: most memory for logits, which calls of more than `FUSED_MAX_ROWS` rows write in chunks of rows.
         fused_rows: largest m of the fused method; more than `FUSED_MAX_ROWS` only to measure it.
+        odds: calls with `temperatures` will come.
     """
 
-    __slots__ = ("indices", "logits", "max_rows", "values", "vocab_rows")
+    __slots__ = ("indices", "logits", "max_rows", "others", "values", "vocab_rows")
 
     def __init__(
         self,
@@ -76,12 +87,14 @@ class HeadWorkspace:
         device: torch.device | str,
         logit_bytes: int = LOGIT_BYTES,
         fused_rows: int = FUSED_MAX_ROWS,
+        odds: bool = False,
     ) -> None:
         self.max_rows, self.vocab_rows = max_rows, vocab_rows
         fused_pairs = min(max_rows, fused_rows) * triton.cdiv(vocab_rows, VOCAB_TILE)
         pairs = max(fused_pairs, max_rows * triton.cdiv(vocab_rows, LOGIT_TILE))
         self.values = torch.empty(pairs, dtype=torch.float32, device=device)
         self.indices = torch.empty(pairs, dtype=torch.int32, device=device)
+        self.others = torch.empty(pairs if odds else 0, dtype=torch.float32, device=device)
         stride = _row_stride(vocab_rows)
         rows = min(max_rows, logit_bytes // (stride * dtype.itemsize)) if max_rows > FUSED_MAX_ROWS else 0
         self.logits = torch.empty(rows * stride, dtype=dtype, device=device)
@@ -89,7 +102,7 @@ class HeadWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        tensors = (self.values, self.indices, self.logits)
+        tensors = (self.values, self.indices, self.others, self.logits)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -101,6 +114,7 @@ def draft_head(
     num_valid: int | None = None,
     d2t: torch.Tensor | None = None,
     target_ids: torch.Tensor | None = None,
+    temperatures: Temperatures | None = None,
     method: str = "auto",
     out: Winner | None = None,
 ) -> Winner:
@@ -113,6 +127,7 @@ def draft_head(
         num_valid: rows of `weight` from here on are padding and never win; None: all V are real.
         d2t: int64 `[num_valid]`, offsets from a reduced draft vocabulary: `target = draft + d2t[draft]`.
         target_ids: int64 `[num_valid]`, the same as a table: `target = target_ids[draft]`. One of the two at most.
+        temperatures: of the rows; given, `Winner.against` is filled. The workspace needs `odds`.
         method: "fused", "matmul" (cuBLAS and an argmax), or "auto": the faster one by `FUSED_MAX_ROWS`.
         out: tensors to write; allocated where None.
 
@@ -126,9 +141,10 @@ def draft_head(
     num_valid = weight.shape[0] if num_valid is None else num_valid
     if num_valid < 1:
         raise ValueError(f"num_valid must be at least 1; got {num_valid}. Only draft_head_local takes an empty shard.")
-    num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method)
+    num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method, temperatures)
     pairs = (workspace.values, workspace.indices, num_tiles, hidden.shape[0])
-    return pick_winner(*pairs, d2t=d2t, target_ids=target_ids, out=out)
+    others = workspace.others
+    return pick_winner(*pairs, d2t=d2t, target_ids=target_ids, others=others, temperatures=temperatures, out=out)
 
 
 def draft_head_local(
@@ -138,6 +154,7 @@ def draft_head_local(
     workspace: HeadWorkspace,
     vocab_start: int = 0,
     num_valid: int | None = None,
+    temperatures: Temperatures | None = None,
     method: str = "auto",
     out: Winner | None = None,
 ) -> Winner:
@@ -149,6 +166,7 @@ def draft_head_local(
         workspace: as in `draft_head`.
         vocab_start: global index of the shard's first row.
         num_valid: real rows of this shard; 0 where the shard is padding only.
+        temperatures: as in `draft_head`; the odds are those among the tokens of this shard.
         method: as in `draft_head`.
         out: tensors to write; allocated where None.
 
@@ -160,25 +178,42 @@ def draft_head_local(
     """
     num_valid = weight.shape[0] if num_valid is None else num_valid
     if num_valid == 0:
-        out = Winner.empty(hidden.shape[0], hidden.device) if out is None else out
+        out = Winner.empty(hidden.shape[0], hidden.device, odds=temperatures is not None) if out is None else out
         out.tokens.fill_(vocab_start)
         out.values.fill_(float("-inf"))
+        if out.against is not None:
+            out.against.fill_(float("inf"))
         return out
-    num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method)
-    rows = hidden.shape[0]
-    return pick_winner(workspace.values, workspace.indices, num_tiles, rows, vocab_start=vocab_start, out=out)
+    num_tiles = _tile_winners(hidden, weight, workspace, num_valid, method, temperatures)
+    pairs, others = (workspace.values, workspace.indices, num_tiles, hidden.shape[0]), workspace.others
+    return pick_winner(*pairs, vocab_start=vocab_start, others=others, temperatures=temperatures, out=out)
 
 
-def _tile_winners(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int, method: str) -> int:
+def _tile_winners(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    workspace: HeadWorkspace,
+    num_valid: int,
+    method: str,
+    temperatures: Temperatures | None,
+) -> int:
     """First stage: fill the workspace with tile winners; returns the number of tiles."""
     _check_head(hidden, weight, workspace, num_valid)
+    check_odds(workspace, temperatures, hidden.shape[0])
     if method not in ("auto", "fused", "matmul"):
         raise ValueError(f'method must be "auto", "fused" or "matmul"; got {method!r}.')
     if method == "auto":
         method = "fused" if hidden.shape[0] <= FUSED_MAX_ROWS else "matmul"
     if hidden.shape[0] == 0:
         return 1
-    return (_fused_tiles if method == "fused" else _matmul_tiles)(hidden, weight, workspace, num_valid)
+    return (_fused_tiles if method == "fused" else _matmul_tiles)(hidden, weight, workspace, num_valid, temperatures)
+
+
+def odds_pointers(
+    workspace: HeadWorkspace, temperatures: Temperatures | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What a first stage needs for the odds besides `ODDS`: sums to write, states, and temperatures by state."""
+    return (None, None, None) if temperatures is None else (workspace.others, temperatures.states, temperatures.by_state)
 
 
 def _row_stride(vocab_rows: int) -> int:
@@ -186,7 +221,9 @@ def _row_stride(vocab_rows: int) -> int:
     return int(triton.cdiv(vocab_rows, _STRIDE)) * _STRIDE
 
 
-def _fused_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int) -> int:
+def _fused_tiles(
+    hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int, temperatures: Temperatures | None
+) -> int:
     num_rows, depth = hidden.shape
     tile = next((tile for tile in _FUSED_TILES if num_rows <= tile.rows), _FUSED_TILES[-1])
     num_tiles = int(triton.cdiv(num_valid, tile.vocab))
@@ -200,6 +237,7 @@ def _fused_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWork
         weight,
         workspace.values,
         workspace.indices,
+        *odds_pointers(workspace, temperatures),
         num_rows,
         num_valid,
         hidden.stride(0),
@@ -207,6 +245,7 @@ def _fused_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWork
         HIDDEN=depth,
         PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",  # concerns fp32 only
         WIDEN=_INTERPRETED,
+        ODDS=temperatures is not None,
         BLOCK_V=tile.vocab,
         BLOCK_M=tile.rows,
         BLOCK_K=tile.depth,
@@ -216,7 +255,9 @@ def _fused_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWork
     return num_tiles
 
 
-def _matmul_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int) -> int:
+def _matmul_tiles(
+    hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int, temperatures: Temperatures | None
+) -> int:
     num_rows, vocab_rows = hidden.shape[0], weight.shape[0]
     stride = _row_stride(vocab_rows)
     most = workspace.logits.numel() // stride
@@ -230,20 +271,29 @@ def _matmul_tiles(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWor
         part = hidden[start : start + size]
         logits = workspace.logits[: part.shape[0] * stride].view(part.shape[0], stride)
         torch.mm(part, weight.T, out=logits[:, :vocab_rows])
-        _logit_tiles(logits, workspace, num_rows, start, num_valid)
+        _logit_tiles(logits, workspace, num_rows, start, num_valid, temperatures)
     return int(triton.cdiv(num_valid, LOGIT_TILE))
 
 
-def _logit_tiles(logits: torch.Tensor, workspace: HeadWorkspace, num_rows: int, start: int, num_valid: int) -> None:
+def _logit_tiles(
+    logits: torch.Tensor,
+    workspace: HeadWorkspace,
+    num_rows: int,
+    start: int,
+    num_valid: int,
+    temperatures: Temperatures | None = None,
+) -> None:
     """Tile winners of `logits` [n, stride], which are the rows from `start` on of `num_rows`."""
     _logit_tiles_kernel[(triton.cdiv(num_valid, LOGIT_TILE), logits.shape[0])](
         logits,
         workspace.values,
         workspace.indices,
+        *odds_pointers(workspace, temperatures),
         num_rows,
         start,
         num_valid,
         logits.shape[1],
+        ODDS=temperatures is not None,
         BLOCK_V=LOGIT_TILE,
         num_warps=LOGIT_WARPS,
     )
@@ -271,3 +321,16 @@ def _check_head(hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorks
         )
     if not 0 < num_valid <= weight.shape[0]:
         raise ValueError(f"num_valid must be between 1 and the {weight.shape[0]} rows of weight; got {num_valid}.")
+
+
+def check_odds(workspace: HeadWorkspace, temperatures: Temperatures | None, num_rows: int) -> None:
+    """Raise ValueError where odds are asked for that the workspace has no room for, or with states of other rows."""
+    if temperatures is None:
+        return
+    if not workspace.others.numel():
+        raise ValueError("temperatures ask for odds, which this workspace has no scratch for. Make it with odds=True.")
+    if temperatures.states.shape != (num_rows,):
+        raise ValueError(
+            f"temperatures need one state per row, [{num_rows}]; got {list(temperatures.states.shape)}. Slice the states to the "
+            "rows of this call."
+        )

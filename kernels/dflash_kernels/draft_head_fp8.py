@@ -9,7 +9,17 @@ above, the caller makes logits with the platform's fp8 product and `winner_of_lo
 import torch
 import triton
 
-from .draft_head import LOGIT_TILE, LOGIT_WARPS, VOCAB_TILE, HeadWorkspace, Winner, pick_winner
+from .draft_head import (
+    LOGIT_TILE,
+    LOGIT_WARPS,
+    VOCAB_TILE,
+    HeadWorkspace,
+    Temperatures,
+    Winner,
+    check_odds,
+    odds_pointers,
+    pick_winner,
+)
 from .draft_head_kernel import _logit_tiles_kernel
 from .fp8_linear import block_rows, default_how, numbers
 from .fp8_linear_kernel import _head_tiles_fp8_kernel
@@ -30,6 +40,7 @@ def draft_head_fp8(
     *,
     workspace: HeadWorkspace,
     num_valid: int | None = None,
+    temperatures: Temperatures | None = None,
     out: Winner | None = None,
 ) -> Winner:
     """Greedy target token of each sample row over the rows of a private head.
@@ -41,6 +52,7 @@ def draft_head_fp8(
         d2t: int64 `[R]`, offsets to target ids: row r is token `r + d2t[r]`; None where rows are tokens.
         workspace: scratch for at least m rows and R vocabulary rows.
         num_valid: rows from here on are padding and never win; None: all R are real.
+        temperatures: of the rows; given, `Winner.against` is filled, over the rows of this head. The workspace needs `odds`.
         out: tensors to write; allocated where None.
 
     Returns:
@@ -50,7 +62,7 @@ def draft_head_fp8(
         ValueError: a shape, dtype or stride that the kernel does not take.
     """
     num_valid = weight.shape[0] if num_valid is None else num_valid
-    _check(hidden, weight, scale, workspace, num_valid)
+    _check(hidden, weight, scale, workspace, num_valid, temperatures)
     num_rows, width = hidden.shape
     block_m = block_rows(num_rows)
     vocab, depth, warps, stages = _TILES[block_m]
@@ -63,6 +75,7 @@ def draft_head_fp8(
             scale,
             workspace.values,
             workspace.indices,
+            *odds_pointers(workspace, temperatures),
             num_rows,
             num_valid,
             hidden.stride(0),
@@ -70,17 +83,25 @@ def draft_head_fp8(
             HOW=how,
             WIDEN=_INTERPRETED or hidden.dtype == torch.float32,
             PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",  # concerns fp32 only
+            ODDS=temperatures is not None,
             BLOCK_V=vocab,
             BLOCK_M=block_m,
             BLOCK_K=depth,
             num_warps=warps,
             num_stages=stages,
         )
-    return pick_winner(workspace.values, workspace.indices, num_tiles, num_rows, d2t=d2t, out=out)
+    pairs, others = (workspace.values, workspace.indices, num_tiles, num_rows), workspace.others
+    return pick_winner(*pairs, d2t=d2t, others=others, temperatures=temperatures, out=out)
 
 
 def winner_of_logits(
-    logits: torch.Tensor, d2t: torch.Tensor | None, *, workspace: HeadWorkspace, num_valid: int, out: Winner | None = None
+    logits: torch.Tensor,
+    d2t: torch.Tensor | None,
+    *,
+    workspace: HeadWorkspace,
+    num_valid: int,
+    temperatures: Temperatures | None = None,
+    out: Winner | None = None,
 ) -> Winner:
     """Winner of each row of `logits` [m, R], contiguous, R a multiple of 16; the other arguments as in `draft_head_fp8`."""
     num_rows = logits.shape[0]
@@ -88,23 +109,35 @@ def winner_of_logits(
         raise ValueError(
             f"logits must be contiguous [m, R], m at most {workspace.max_rows}, R a multiple of 16; got {list(logits.shape)}."
         )
+    check_odds(workspace, temperatures, num_rows)
     num_tiles = int(triton.cdiv(num_valid, LOGIT_TILE))
     if num_rows:
         _logit_tiles_kernel[(num_tiles, num_rows)](
             logits,
             workspace.values,
             workspace.indices,
+            *odds_pointers(workspace, temperatures),
             num_rows,
             0,
             num_valid,
             logits.shape[1],
+            ODDS=temperatures is not None,
             BLOCK_V=LOGIT_TILE,
             num_warps=LOGIT_WARPS,
         )
-    return pick_winner(workspace.values, workspace.indices, num_tiles, num_rows, d2t=d2t, out=out)
+    pairs, others = (workspace.values, workspace.indices, num_tiles, num_rows), workspace.others
+    return pick_winner(*pairs, d2t=d2t, others=others, temperatures=temperatures, out=out)
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, workspace: HeadWorkspace, num_valid: int) -> None:
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    workspace: HeadWorkspace,
+    num_valid: int,
+    temperatures: Temperatures | None,
+) -> None:
+    check_odds(workspace, temperatures, hidden.shape[0])
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or hidden.stride(1) != 1:
         raise ValueError(
             f"hidden must be [m, H] with last stride 1 and weight [R, H] with one H; got {list(hidden.shape)} and "

@@ -11,6 +11,8 @@ few activations are narrowed instead, and weights go from memory to the tensor c
 import triton
 import triton.language as tl
 
+from .draft_head_kernel import _store_tile_winner
+
 # Four bytes `s eeee mmm` of one register become two registers of two 16-bit floats: the byte goes to the top of a half, the
 # sign stays, the rest moves down to where the wider exponent ends. The difference of the exponents' biases is the factor.
 _TO_BF16 = tl.constexpr(
@@ -183,13 +185,16 @@ def _fp8_linear_kernel(
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["states_ptr"])
 def _head_tiles_fp8_kernel(
     hidden_ptr,  # [m, HIDDEN]
     weight_ptr,  # e4m3 or bytes [V, HIDDEN]
     scale_ptr,  # fp32 [V]
     values_ptr,  # fp32 [num_tiles, m]
     indices_ptr,  # int32 [num_tiles, m]
+    others_ptr,  # fp32 [num_tiles, m]; this and the next two with ODDS
+    states_ptr,  # int64 [m]
+    temperature_ptr,  # fp32, by state
     num_rows,
     num_valid,
     stride_hidden,
@@ -197,6 +202,7 @@ def _head_tiles_fp8_kernel(
     HOW: tl.constexpr,
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
+    ODDS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -212,8 +218,7 @@ def _head_tiles_fp8_kernel(
         HIDDEN % BLOCK_K == 0, HOW, WIDEN, PRECISION, BLOCK_V, BLOCK_M, BLOCK_K,
     )  # fmt: skip
     logits *= tl.load(scale_ptr + ids, mask=ids < num_valid, other=0.0)[:, None]
-    usable = (ids < num_valid)[:, None] & (logits == logits)  # padding and NaN never win
-    value, winner = tl.max(tl.where(usable, logits, float("-inf")), 0, return_indices=True)
     at = tile.to(tl.int64) * num_rows + rows
-    tl.store(values_ptr + at, value, mask=rows < num_rows)
-    tl.store(indices_ptr + at, winner + tl.min(ids, 0), mask=rows < num_rows)
+    _store_tile_winner(
+        logits, ids, num_valid, rows, num_rows, at, values_ptr, indices_ptr, others_ptr, states_ptr, temperature_ptr, ODDS
+    )

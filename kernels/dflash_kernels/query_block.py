@@ -55,14 +55,14 @@ def _group_slots(layout_ptr, group, request, state, num_blocks_ptr, num_blocks_s
 def _write_query_rows(  # type: ignore[no-untyped-def]  # Triton pointers have no Python type
     out_ids, out_positions, out_slots, slots_stride, out_sample_positions, out_states,
     layout_ptr, num_blocks_ptr, num_blocks_stride, request, state, live, anchor, first, mask_token_id, max_model_len,
-    NUM_GROUPS: tl.constexpr, NUM_QUERY: tl.constexpr, NUM_SPEC: tl.constexpr, BLOCK_QUERY: tl.constexpr,
+    num_query, num_spec, NUM_GROUPS: tl.constexpr, BLOCK_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Query rows and sample rows of one request whose anchor sits at position `first`; inert ones when not `live`."""
     offset = tl.arange(0, BLOCK_QUERY)
-    inside = offset < NUM_QUERY
+    inside = offset < num_query
     # A limit per request, not a broadcast flag: the interpreter's masks cannot be splat from a boolean scalar.
-    alive = offset < tl.where(live, NUM_QUERY, 0)
-    row = request.to(tl.int64) * NUM_QUERY + offset
+    alive = offset < tl.where(live, num_query, 0)
+    row = request.to(tl.int64) * num_query + offset
     position = first + offset
     tl.store(out_ids + row, tl.where(alive & (offset == 0), anchor, mask_token_id).to(tl.int32), mask=inside)
     tl.store(out_positions + row, tl.where(alive, tl.minimum(position, max_model_len - 1), 0), mask=inside)
@@ -72,8 +72,8 @@ def _write_query_rows(  # type: ignore[no-untyped-def]  # Triton pointers have n
             layout_ptr, group, request, state, num_blocks_ptr, num_blocks_stride, position, writable
         )  # fmt: skip
         tl.store(out_slots + group * slots_stride + row, slots, mask=inside)
-    sampled = offset < NUM_SPEC
-    sample = request.to(tl.int64) * NUM_SPEC + offset
+    sampled = offset < num_spec
+    sample = request.to(tl.int64) * num_spec + offset
     tl.store(out_sample_positions + sample, tl.where(alive, position, 0), mask=sampled)
     tl.store(out_states + sample, tl.where(alive, tl.zeros_like(row) + state, -1), mask=sampled)
 
@@ -93,10 +93,11 @@ def _write_context_tile(  # type: ignore[no-untyped-def]  # Triton pointers have
         tl.store(out_slots + group * slots_stride + row, slots, mask=inside)
 
 
-# Sizes change from step to step: specialising on them (1, multiples of 16) or on alignment would compile while serving.
+# Sizes change from step to step, the width of the block with the planner: specialising on them (1, multiples of 16) or on
+# alignment would compile while serving.
 _RUNTIME_INTS = [
     "slots_stride", "context_slots_stride", "num_blocks_stride", "num_reqs", "num_context_rows", "mask_token_id",
-    "max_model_len",
+    "max_model_len", "num_query", "num_spec",
 ]  # fmt: skip
 _STEP_TENSORS = [
     "starts_ptr", "positions_ptr", "mapping_ptr", "num_sampled_ptr", "num_rejected_ptr", "last_sampled_ptr",
@@ -109,9 +110,8 @@ def _query_block_kernel(  # type: ignore[no-untyped-def]  # Triton pointers have
     out_ids, out_positions, out_slots, slots_stride, out_starts, out_seq_lens, out_sample_positions,
     out_states, out_context_positions, out_context_slots, context_slots_stride,
     layout_ptr, starts_ptr, positions_ptr, mapping_ptr, num_sampled_ptr, num_rejected_ptr, last_sampled_ptr,
-    prefill_ptr, num_blocks_ptr, num_blocks_stride, num_reqs, num_context_rows, mask_token_id, max_model_len,
-    DRAFT_MID_PREFILL: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_QUERY: tl.constexpr, NUM_SPEC: tl.constexpr,
-    BLOCK_QUERY: tl.constexpr, BLOCK_CONTEXT: tl.constexpr,
+    prefill_ptr, num_blocks_ptr, num_blocks_stride, num_reqs, num_context_rows, mask_token_id, max_model_len, num_query, num_spec,
+    DRAFT_MID_PREFILL: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_QUERY: tl.constexpr, BLOCK_CONTEXT: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, splits). Split 0 of a request writes its query block; all splits share context rows and padding."""
     request = tl.program_id(0)
@@ -139,13 +139,13 @@ def _query_block_kernel(  # type: ignore[no-untyped-def]  # Triton pointers have
         _write_query_rows(
             out_ids, out_positions, out_slots, slots_stride, out_sample_positions, out_states,
             layout_ptr, num_blocks_ptr, num_blocks_stride, request, safe_state, live, anchor, first, mask_token_id,
-            max_model_len, NUM_GROUPS, NUM_QUERY, NUM_SPEC, BLOCK_QUERY,
+            max_model_len, num_query, num_spec, NUM_GROUPS, BLOCK_QUERY,
         )  # fmt: skip
-        length = tl.where(live, tl.minimum(first + NUM_QUERY, max_model_len), 0)
+        length = tl.where(live, tl.minimum(first + num_query, max_model_len), 0)
         tl.store(out_seq_lens + request, length.to(tl.int32))
         if request == 0:
             tl.store(out_starts, 0)
-        tl.store(out_starts + request + 1, tl.minimum(request + 1, num_reqs) * NUM_QUERY)
+        tl.store(out_starts + request + 1, tl.minimum(request + 1, num_reqs) * num_query)
 
     for base in range(start + split * BLOCK_CONTEXT, end, num_splits * BLOCK_CONTEXT):
         row = base + tile
@@ -230,8 +230,9 @@ def query_block(
         out.context_positions, out.context_slots, out.context_slots.stride(0),
         tables.layout, step.query_start_loc, step.positions, step.idx_mapping, step.num_sampled, step.num_rejected,
         step.last_sampled, step.next_prefill_tokens, num_blocks, 0 if num_blocks is None else num_blocks.stride(0),
-        num_reqs, num_context_rows, spec.mask_token_id, spec.max_model_len,
-        DRAFT_MID_PREFILL=spec.draft_mid_prefill, NUM_GROUPS=len(tables.tables), NUM_QUERY=spec.num_query_per_req,
-        NUM_SPEC=spec.num_speculative_tokens,
-        BLOCK_QUERY=triton.next_power_of_2(spec.num_query_per_req), BLOCK_CONTEXT=_BLOCK_CONTEXT, num_warps=_NUM_WARPS,
+        num_reqs, num_context_rows, spec.mask_token_id, spec.max_model_len, spec.num_query_per_req, spec.num_speculative_tokens,
+        DRAFT_MID_PREFILL=spec.draft_mid_prefill, NUM_GROUPS=len(tables.tables),
+        # Of the widest block that the buffers hold: narrower ones then run the same compiled kernel.
+        BLOCK_QUERY=triton.next_power_of_2(max(out.input_ids.shape[0] // out.seq_lens.shape[0], spec.num_query_per_req)),
+        BLOCK_CONTEXT=_BLOCK_CONTEXT, num_warps=_NUM_WARPS,
     )  # fmt: skip

@@ -7,10 +7,11 @@ from dflash_kernels.reference_compute import (
     draft_head,
     draft_head_local,
 )
-from dflash_kernels.reference_fp8 import draft_head_fp8, fp8_linear, winner_of_logits
+from dflash_kernels.reference_fp8 import admit_guests, draft_head_fp8, fp8_linear, winner_of_logits
 from dflash_kernels.reference_inputs import context_kv, page_list, query_block, query_kv
 
 __all__ = [
+    "admit_guests",
     "block_attention",
     "combine_shards",
     "context_kv",

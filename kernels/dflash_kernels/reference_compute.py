@@ -8,7 +8,7 @@ with bf16 is "plain torch" for the error bound. `workspace` and `method` are acc
 
 import torch
 
-from .draft_head import Winner
+from .draft_head import Temperatures, Winner
 
 
 def block_attention(
@@ -86,12 +86,13 @@ def draft_head(
     num_valid: int | None = None,
     d2t: torch.Tensor | None = None,
     target_ids: torch.Tensor | None = None,
+    temperatures: Temperatures | None = None,
     method: str = "auto",
     out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head.draft_head`; see there for shapes and meaning."""
     del workspace, method
-    return _winner(hidden @ weight[:num_valid].T, 0, d2t, target_ids, out)
+    return _winner(hidden @ weight[:num_valid].T, 0, d2t, target_ids, out, temperatures)
 
 
 def draft_head_local(
@@ -101,12 +102,13 @@ def draft_head_local(
     workspace: object = None,
     vocab_start: int = 0,
     num_valid: int | None = None,
+    temperatures: Temperatures | None = None,
     method: str = "auto",
     out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head.draft_head_local`; see there for shapes and meaning."""
     del workspace, method
-    return _winner(hidden @ weight[:num_valid].T, vocab_start, None, None, out)
+    return _winner(hidden @ weight[:num_valid].T, vocab_start, None, None, out, temperatures)
 
 
 def combine_shards(
@@ -115,23 +117,52 @@ def combine_shards(
     *,
     d2t: torch.Tensor | None = None,
     target_ids: torch.Tensor | None = None,
+    against: torch.Tensor | None = None,
+    temperatures: Temperatures | None = None,
     out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head.combine_shards`; see there for shapes and meaning."""
     best = [max(zip(v, (-t for t in ts), strict=True)) for v, ts in zip(values.T.tolist(), tokens.T.tolist(), strict=True)]
     winners = torch.tensor([-token for _, token in best], dtype=torch.int64, device=values.device)
-    return _write(winners, torch.tensor([value for value, _ in best], device=values.device), d2t, target_ids, out)
+    logits = torch.tensor([value for value, _ in best], device=values.device)
+    if against is None or temperatures is None:
+        return _write(winners, logits, d2t, target_ids, out)
+    # A rank's tokens together: its winner's share times 1 + odds, as shares of the best winner's.
+    shares = ((values - logits).double() / _of_rows(temperatures)).exp() * (1.0 + against.double())
+    total = torch.where(values > float("-inf"), shares, 0.0).sum(0) - 1.0
+    return _write(winners, logits, d2t, target_ids, out, torch.where(logits > float("-inf"), total, float("inf")))
 
 
 def _winner(
-    scores: torch.Tensor, first: int, d2t: torch.Tensor | None, target_ids: torch.Tensor | None, out: Winner | None
+    scores: torch.Tensor,
+    first: int,
+    d2t: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+    out: Winner | None,
+    temperatures: Temperatures | None = None,
 ) -> Winner:
     """Highest score per row, the lowest column on ties; NaN counts as -inf."""
     scores = torch.where(scores.isnan(), float("-inf"), scores)
     rows = [row.tolist() for row in scores]
     columns = torch.tensor([row.index(max(row)) for row in rows], dtype=torch.int64, device=scores.device)
     values = scores.gather(1, columns[:, None])[:, 0]
-    return _write(columns + first, values, d2t, target_ids, out)
+    against = None if temperatures is None else _odds_against(scores, columns, temperatures)
+    return _write(columns + first, values, d2t, target_ids, out, against)
+
+
+def _of_rows(temperatures: Temperatures) -> torch.Tensor:
+    """fp64 [m]: 1 for padding rows and greedy requests."""
+    states, by_state = temperatures
+    found = torch.where(states < 0, 0.0, by_state[states.clamp_min(0)].double())
+    return torch.where(found > 0, found, 1.0)
+
+
+def _odds_against(scores: torch.Tensor, columns: torch.Tensor, temperatures: Temperatures) -> torch.Tensor:
+    """(1 - q) / q in fp64, q the softmax of `scores` / temperature at `columns`; infinite for rows of -inf."""
+    logs = (scores.double() / _of_rows(temperatures)[:, None]).log_softmax(-1)
+    best = logs.gather(1, columns[:, None])
+    others = logs.scatter(1, columns[:, None], float("-inf")).logsumexp(-1)
+    return torch.where(best[:, 0].isnan(), float("inf"), (others - best[:, 0]).exp())
 
 
 def _write(
@@ -140,11 +171,14 @@ def _write(
     d2t: torch.Tensor | None,
     target_ids: torch.Tensor | None,
     out: Winner | None,
+    against: torch.Tensor | None = None,
 ) -> Winner:
     tokens = tokens if d2t is None else tokens + d2t[tokens]
     tokens = tokens if target_ids is None else target_ids[tokens]
     if out is None:
-        return Winner(tokens, values.float())
+        return Winner(tokens, values.float(), None if against is None else against.float())
     out.tokens.copy_(tokens)
     out.values.copy_(values)
+    if out.against is not None and against is not None:
+        out.against.copy_(against)
     return out

@@ -3,8 +3,8 @@
 
 import torch
 
-from .draft_head import Winner
-from .fp8_linear import E4M3_MAX, Tile
+from .draft_head import Temperatures, Winner
+from .fp8_linear import E4M3_MAX, Tile, quantise_rows
 from .reference_compute import _winner
 
 
@@ -35,11 +35,13 @@ def draft_head_fp8(
     *,
     workspace: object = None,
     num_valid: int | None = None,
+    temperatures: Temperatures | None = None,
     out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head_fp8.draft_head_fp8`; see there for shapes and meaning."""
     del workspace
-    return winner_of_logits(fp8_linear(hidden, weight, scale), d2t, num_valid=num_valid, out=out)
+    logits = fp8_linear(hidden, weight, scale)
+    return winner_of_logits(logits, d2t, num_valid=num_valid, temperatures=temperatures, out=out)
 
 
 def winner_of_logits(
@@ -48,11 +50,12 @@ def winner_of_logits(
     *,
     workspace: object = None,
     num_valid: int | None = None,
+    temperatures: Temperatures | None = None,
     out: Winner | None = None,
 ) -> Winner:
     """Oracle of `dflash_kernels.draft_head_fp8.winner_of_logits`; see there for shapes and meaning."""
     del workspace
-    return _winner(logits[:, :num_valid], 0, d2t, None, out)
+    return _winner(logits[:, :num_valid], 0, d2t, None, out, temperatures)
 
 
 def _rounded(x: torch.Tensor, depth: int) -> torch.Tensor:
@@ -62,3 +65,30 @@ def _rounded(x: torch.Tensor, depth: int) -> torch.Tensor:
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     narrow = (blocks.float() * (E4M3_MAX / largest.float())).to(torch.float8_e4m3fn).to(x.dtype)
     return (narrow * (largest / E4M3_MAX)).view(x.shape[0], -1)[:, : x.shape[1]]
+
+
+def admit_guests(
+    ids: torch.Tensor,
+    head: torch.Tensor,
+    home: torch.Tensor,
+    slot_of: torch.Tensor,
+    owner: torch.Tensor,
+    cursor: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    first_row: int,
+) -> None:
+    """Oracle of `dflash_kernels.guest_rows.admit_guests`; see there. Tokens are taken one by one, in their order."""
+    for token in ids.tolist():
+        if not 0 <= token < home.numel() or home[token] < 0 or slot_of[token] >= 0:
+            continue
+        slot = int(cursor) % owner.numel()
+        cursor += 1
+        if owner[slot] >= 0:
+            slot_of[owner[slot]] = -1
+        owner[slot], slot_of[token] = token, slot
+        row = first_row + slot
+        numbers, scales = quantise_rows(head[home[token]][None])
+        weight[row], scale[row], offsets[row] = numbers[0], scales[0], token - row

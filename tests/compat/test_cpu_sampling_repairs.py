@@ -16,7 +16,7 @@ def original(function):
 
 
 def test_expansion_repair_is_still_needed():
-    """vLLM's CPU expansion leaves a float32 output untouched."""
+    """Breaks when vLLM's CPU expansion fills a float32 output itself: the repair can then go."""
     import vllm._custom_ops  # noqa: F401  # loads the compiled ops
     from vllm.utils import cpu_triton_utils
 
@@ -37,7 +37,7 @@ def test_rows_get_their_requests_value(dtype):
 
 
 def test_top_k_repair_is_still_needed():
-    """vLLM's top-k fails without rows."""
+    """Breaks when vLLM's top-k takes no rows: the repair can then go."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     from vllm_dflash.engine.cpu_sampling import allow_no_rows
@@ -52,13 +52,13 @@ def test_top_k_repair_is_still_needed():
 
 
 def test_seed_repair_is_still_needed():
-    """Torch's CPU generators have no offset, which vLLM rewinds by."""
+    """Breaks when torch's CPU generators get the offset that vLLM rewinds by: the repair can then go."""
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator("cpu").get_offset()
 
 
 def test_discarded_draws_are_taken_back():
-    """A seeded request in mid-prefill starts over; one that has answered already, or that samples, keeps its generator."""
+    """Breaks if a seeded request in mid-prefill does not start over, or one that has answered or samples loses its generator."""
     from vllm_dflash.engine.cpu_sampling import rewind_seeds
 
     generators = {row: torch.Generator("cpu").manual_seed(row + 40) for row in range(3)}

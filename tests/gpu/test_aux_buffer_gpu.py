@@ -9,8 +9,9 @@ import contextlib
 
 import pytest
 import torch
+from gpu_engine import needs_gpu
 
-K = 7
+pytestmark = needs_gpu
 # Graphs that each mode leaves in use, from none to all; prompts of up to 170 tokens in chunks of 128 mix prefills with decodes.
 MODES = {
     ("FULL_AND_PIECEWISE", 16): [set(), {"PIECEWISE"}, {"PIECEWISE", "FULL"}],
@@ -31,14 +32,10 @@ def engine(mode, pair, engine_of):
     return engine_of(*pair, max_num_seqs=16, max_num_batched_tokens=128, **options)
 
 
-def runner_of(engine):
-    return engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
 @contextlib.contextmanager
 def only(engine, allowed):
     """Let the target use graphs of the ``allowed`` kinds only; yields the set of kinds that its steps have used."""
-    manager, used = runner_of(engine).cudagraph_manager, set()
+    manager, used = engine.runner.cudagraph_manager, set()
     candidates, dispatch = manager._candidates, manager.dispatch
     manager._candidates = {key: [d for d in descs if d.cg_mode.name in allowed] for key, descs in candidates.items()}
 
@@ -58,7 +55,7 @@ def only(engine, allowed):
 @contextlib.contextmanager
 def uncompiled(engine, layer_ids):
     """Run the target's Python; yields what its layers return, summed, as a list that each forward refills."""
-    decoder, sums = runner_of(engine).model.model, []
+    decoder, sums = engine.runner.model.model, []
 
     def collect(_module, _args, output):
         if len(sums) == len(layer_ids):

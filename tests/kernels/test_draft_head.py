@@ -6,7 +6,7 @@ import torch
 
 from dflash_kernels import draft_head as module
 from dflash_kernels import reference_compute as reference
-from dflash_kernels.draft_head import HeadWorkspace, Winner, combine_shards, draft_head, draft_head_local
+from dflash_kernels.draft_head import HeadWorkspace, Temperatures, Winner, combine_shards, draft_head, draft_head_local
 
 METHODS = ["fused", "matmul"]
 
@@ -23,10 +23,11 @@ def make_case(rows, vocab, width, dtype=torch.float32, device="cpu", seed=0):
     hidden = torch.randn(rows, width, generator=generator).to(device, dtype)
     weight = torch.randn(vocab, width, generator=generator).to(device, dtype)
     logit_bytes = 16 * -(-vocab // 64) * 64 * dtype.itemsize
-    options = {"max_rows": max(rows, 64), "vocab_rows": vocab, "logit_bytes": logit_bytes}
+    options = {"max_rows": max(rows, 64), "vocab_rows": vocab, "logit_bytes": logit_bytes, "odds": True}
     workspace = HeadWorkspace(**options, dtype=dtype, device=device)
     workspace.values.fill_(float("nan"))
     workspace.indices.fill_(2**30)
+    workspace.others.fill_(float("nan"))
     workspace.logits.fill_(float("inf"))  # columns past the vocabulary, up to the next row, stay as they are
     return hidden, weight, workspace
 
@@ -123,7 +124,7 @@ def test_shards_combine_to_the_whole(device):
         draft_head_local(hidden, weight[start : start + 128], workspace=workspace, vocab_start=start, num_valid=count)
         for start, count in zip(starts, valid, strict=True)
     ]
-    tokens, values = (torch.stack(part) for part in zip(*local, strict=True))
+    tokens, values = (torch.stack(part) for part in list(zip(*local, strict=True))[:2])
     d2t = torch.arange(250, device=device)
     winner = combine_shards(values, tokens, d2t=d2t)
     assert winner.tokens.tolist() == [2 * token for token in expected.tokens.tolist()]
@@ -158,6 +159,91 @@ def test_strided_hidden_and_given_outputs(method, device):
     assert found.tokens.data_ptr() == out.tokens.data_ptr()
     assert torch.equal(out.tokens, expected.tokens)
     torch.testing.assert_close(out.values, expected.values)
+
+
+def mixed_temperatures(rows, device):
+    """Greedy, cold, warm and hot requests in turn, and rows without one."""
+    states = torch.tensor([2, -1, 0, 3, 1], device=device).repeat(-(-rows // 5))[:rows].contiguous()
+    return Temperatures(states, torch.tensor([0.0, 0.3, 1.0, 4.0], device=device))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "num_valid", "dtype"),
+    [
+        (1, 128, 128, torch.float32),
+        (17, 301, 290, torch.float32),  # two chunks of logits
+        (33, 640, 513, torch.bfloat16),
+        (5, 40, 1, torch.float32),  # one token: certain
+    ],
+)
+def test_odds_against_the_winner(rows, vocab, num_valid, dtype, method, device):
+    """Breaks if a tile's sum is taken relative to another tile's winner, the winner counts among the others, padding counts, or a
+    row gets another request's temperature: what is admitted to verification would follow noise."""
+    hidden, weight, workspace = make_case(rows, vocab, 64, dtype, device)
+    weight[num_valid:] = 1e3
+    weight *= 0.3  # odds of every size: 1e-9 to 1e3
+    options = {"num_valid": num_valid, "temperatures": mixed_temperatures(rows, device)}
+    found = draft_head(hidden, weight, workspace=workspace, method=method, **options)
+    # Of the same logits: those of the matmul method are rounded to the dtype.
+    truth = (hidden.double() @ weight.double().T) if method == "fused" else (hidden @ weight.T).double()
+    expected = reference._winner(truth[:, :num_valid], 0, None, None, None, options["temperatures"])
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.against, expected.against, rtol=3e-4 if dtype == torch.float32 else 2e-2, atol=1e-30)
+    plain = draft_head(hidden, weight, workspace=workspace, method=method, num_valid=num_valid)
+    assert plain.against is None
+    assert torch.equal(plain.tokens, found.tokens)
+    assert torch.equal(plain.values, found.values)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_odds_of_garbage_rows_and_of_certain_ones(method, device):
+    """Breaks if a row of NaN looks certain (it would be verified first), or reaches a neighbour, or 1 - q loses its digits."""
+    hidden, weight, workspace = make_case(3, 300, 64, device=device)
+    weight[7] = hidden[2] / hidden[2].square().sum() * 60
+    expected = reference.draft_head(hidden.double(), weight.double(), temperatures=mixed_temperatures(3, device)).against
+    hidden[1] = float("nan")
+    found = draft_head(hidden, weight, workspace=workspace, method=method, temperatures=mixed_temperatures(3, device))
+    assert found.against[1] == float("inf")
+    torch.testing.assert_close(found.against[[0, 2]], expected[[0, 2]], rtol=3e-4, atol=1e-30)
+    assert found.against[2] < 1e-9
+
+
+def test_odds_of_shards_combine_to_the_whole(device):
+    """Breaks if a losing rank's winner is left out, or an empty or garbage shard turns the sum into NaN."""
+    hidden, weight, workspace = make_case(6, 384, 64, device=device)
+    weight[128] = weight[3] = hidden[0] * 10  # a tie across shards
+    weight[:128, 0] = float("nan")  # the first shard knows nothing
+    hidden[:, 0] = 1.0
+    temperatures = mixed_temperatures(6, device)
+    expected = draft_head(hidden, weight, workspace=workspace, num_valid=250, temperatures=temperatures)
+    local = [
+        draft_head_local(
+            hidden, weight[at : at + 64], workspace=workspace, vocab_start=at, num_valid=count, temperatures=temperatures
+        )
+        for at, count in ((64, 64), (128, 64), (192, 58), (256, 0))
+    ]
+    tokens, values, against = (torch.stack(part) for part in zip(*local, strict=True))
+    options = {"against": against, "temperatures": temperatures}
+    found, oracle = combine_shards(values, tokens, **options), reference.combine_shards(values, tokens, **options)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.against, expected.against, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(oracle.against, expected.against, rtol=1e-4, atol=1e-6)
+
+
+def test_odds_need_room_and_states(device):
+    """Breaks if a missing scratch or states of another batch reach the kernel."""
+    hidden, weight, workspace = make_case(4, 200, 64, device=device)
+    temperatures = mixed_temperatures(4, device)
+    bare = HeadWorkspace(max_rows=64, vocab_rows=200, dtype=torch.float32, device=device)
+    with pytest.raises(ValueError, match="odds=True"):
+        draft_head(hidden, weight, workspace=bare, temperatures=temperatures)
+    with pytest.raises(ValueError, match=r"one state per row, \[4\]; got \[3\]"):
+        draft_head(hidden, weight, workspace=workspace, temperatures=temperatures.rows(slice(0, 3)))
+    with pytest.raises(ValueError, match="with temperatures; got none"):
+        draft_head(hidden, weight, workspace=workspace, temperatures=temperatures, out=Winner.empty(4, device))
+    with pytest.raises(ValueError, match="Pass both or neither"):
+        combine_shards(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int64), temperatures=temperatures)
 
 
 def test_no_rows(device):

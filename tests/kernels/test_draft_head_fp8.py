@@ -6,7 +6,7 @@ import torch
 
 from dflash_kernels import draft_head_fp8 as module
 from dflash_kernels import reference_fp8 as reference
-from dflash_kernels.draft_head import HeadWorkspace
+from dflash_kernels.draft_head import HeadWorkspace, Temperatures
 from dflash_kernels.draft_head_fp8 import draft_head_fp8, winner_of_logits
 from dflash_kernels.fp8_linear import quantise_rows
 
@@ -18,8 +18,9 @@ def case(device):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(37, WIDTH, generator=generator).to(device)
     weight, scale = quantise_rows(torch.randn(VOCAB, WIDTH, generator=generator).to(device))
-    workspace = HeadWorkspace(max_rows=64, vocab_rows=304, dtype=torch.float32, device=device)
+    workspace = HeadWorkspace(max_rows=64, vocab_rows=304, dtype=torch.float32, device=device, odds=True)
     workspace.values.fill_(float("nan"))
+    workspace.others.fill_(float("nan"))
     return hidden, weight, scale, workspace
 
 
@@ -62,6 +63,23 @@ def test_many_rows_through_logits(case, device, monkeypatch):
     assert torch.equal(found.tokens, expected.tokens)
     with pytest.raises(ValueError, match="R a multiple of 16"):
         winner_of_logits(logits[:, :VOCAB].contiguous(), d2t, workspace=workspace, num_valid=VOCAB)
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+def test_odds_against_the_winner(rows, case, device, monkeypatch):
+    """Breaks if the odds leave out a row's scale, count rows past num_valid, or read another request's temperature."""
+    monkeypatch.setattr(module, "LOGIT_TILE", 128)
+    hidden, weight, scale, workspace = case
+    hidden = hidden[:rows] * 0.3
+    states = torch.tensor([2, -1, 0, 1], device=device).repeat(10)[:rows].contiguous()
+    options = {"num_valid": 280, "temperatures": Temperatures(states, torch.tensor([0.0, 0.3, 2.0], device=device))}
+    found = draft_head_fp8(hidden, weight, scale, None, workspace=workspace, **options)
+    expected = reference.draft_head_fp8(hidden.double(), weight, scale, None, **options)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.against, expected.against, rtol=3e-4, atol=1e-30)
+    logits = torch.nn.functional.pad(reference.fp8_linear(hidden, weight, scale), (0, 4), value=99.0).contiguous()
+    many = winner_of_logits(logits, None, workspace=workspace, **options)
+    torch.testing.assert_close(many.against, expected.against, rtol=3e-4, atol=1e-30)
 
 
 @pytest.mark.parametrize(

@@ -343,5 +343,6 @@ def test_sizes_beyond_the_buffers_are_refused(device, sizes, field):
 
 
 def test_more_drafts_than_rows_are_refused():
+    """Breaks if sample rows may lie behind a request's block: they would be the next request's rows."""
     with pytest.raises(ValueError, match="num_query_per_req of at least 5"):
         QueryBlockSpec(4, 4, MASK, 64)

@@ -16,9 +16,10 @@ import torch
 import dflash_kernels
 from dflash_kernels.block_attention import AttentionWorkspace, block_attention
 from dflash_kernels.context_kv import LayerCaches, context_kv
-from dflash_kernels.draft_head import HeadWorkspace, draft_head
+from dflash_kernels.draft_head import HeadWorkspace, Temperatures, draft_head
 from dflash_kernels.draft_head_fp8 import draft_head_fp8
 from dflash_kernels.fp8_linear import Fp8Workspace, fp8_linear
+from dflash_kernels.guest_rows import admit_guests
 from dflash_kernels.page_list import PageList, page_list
 from dflash_kernels.query_block import DraftBlockTables, QueryBlockBuffers, QueryBlockSpec, TargetStep, query_block
 from dflash_kernels.query_kv import query_kv
@@ -26,7 +27,7 @@ from dflash_kernels.query_kv import query_kv
 Q, K, MOST, SIZE, HEADS, KV_HEADS, PAGE, VOCAB, HIDDEN = 4, 3, 48, 32, 4, 2, 16, 640, 64
 REQUESTS = (1, 2, 3, 15, 16, 17, 32, 47, 48)
 # Tile shapes follow from the number of requests alone, and the draft step is captured for every number that can occur.
-CAPTURED = {"SPLIT", "BLOCK_M", "BLOCK_V", "BLOCK_K", "BLOCK_N", "BLOCK_T", "num_warps", "num_stages"}
+CAPTURED = {"ODDS", "SPLIT", "BLOCK_M", "BLOCK_V", "BLOCK_K", "BLOCK_N", "BLOCK_T", "num_warps", "num_stages"}
 
 
 def launched_kernels():
@@ -94,14 +95,18 @@ class Launchers:
         self.cos_sin, self.norm = torch.zeros(128, SIZE), torch.ones(2, SIZE)
         sizes = {"num_query_per_req": Q, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": SIZE}
         self.attention = AttentionWorkspace(max_num_reqs=MOST, max_seq_len=4096, device="cpu", num_sms=132, **sizes)
-        self.head = HeadWorkspace(max_rows=MOST * Q, vocab_rows=VOCAB, dtype=torch.float32, device="cpu")
+        self.head = HeadWorkspace(max_rows=MOST * Q, vocab_rows=VOCAB, dtype=torch.float32, device="cpu", odds=True)
         self.head_weight = torch.zeros(VOCAB, HIDDEN)
         self.fp8_weight, self.fp8_scale = ints(VOCAB, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(VOCAB)
         self.fp8 = Fp8Workspace("cpu")
         self.pages = PageList.empty(MOST, 9, "cpu")
+        self.guest_maps = ints(VOCAB), ints(VOCAB), ints(2 * SIZE), ints(1)
 
-    def step(self, requests, context_rows):
-        """All launches of one step; ``context_rows`` as of a prefill where they are more than the draft's own."""
+    def step(self, requests, context_rows, width=K):
+        """All launches of one step; ``context_rows`` as of a prefill where they are more than the draft's own.
+
+        ``width``: drafts of this step. Fewer than K change the inputs of the step alone: the rest of it is captured by width.
+        """
         rows, at = requests * Q, requests % 5
         vectors = (shifted(ints(requests), at) for _ in range(2))
         step = TargetStep(
@@ -114,7 +119,8 @@ class Launchers:
             shifted(ints(1, MOST), at),
         )
         sizes = {"num_reqs": requests, "num_reqs_padded": requests, "num_context_rows": context_rows}
-        query_block(self.buffers, self.tables, QueryBlockSpec(Q, K, 5, 128), step, **sizes, max_query_len=context_rows)
+        spec = QueryBlockSpec(width + 1, width, 5, 128, draft_mid_prefill=False)
+        query_block(self.buffers, self.tables, spec, step, **sizes, max_query_len=context_rows)
         kv = torch.zeros(context_rows, 4 * KV_HEADS * SIZE)
         positions, slots = self.buffers.context_positions[at:], self.buffers.context_slots[:, at:]
         context_kv(self.caches, kv, positions, slots, self.cos_sin, self.norm, eps=1e-6)
@@ -129,19 +135,25 @@ class Launchers:
         block_attention(query, self.k_cache, self.v_cache, table, lengths, **sizes)
         page_list(table, lengths, PAGE, self.pages)
         hidden = torch.zeros(rows, HIDDEN)
-        draft_head(hidden, self.head_weight, workspace=self.head)
+        states = shifted(ints(rows, dtype=torch.int64), at)
+        for temperatures in (None, Temperatures(states, self.norm[0])):
+            draft_head(hidden, self.head_weight, workspace=self.head, temperatures=temperatures)
+            if rows <= 64:
+                draft_head_fp8(hidden, self.fp8_weight, self.fp8_scale, None, workspace=self.head, temperatures=temperatures)
+        maps, guest_rows = self.guest_maps, (self.fp8_weight, self.fp8_scale, ints(VOCAB, dtype=torch.int64))
+        admit_guests(shifted(ints(context_rows), at), self.head_weight, *maps, *guest_rows, first_row=VOCAB - 2 * SIZE)
         if rows <= 64:
-            draft_head_fp8(hidden, self.fp8_weight, self.fp8_scale, None, workspace=self.head)
             fp8_linear(hidden, self.fp8_weight, self.fp8_scale, workspace=self.fp8)
 
 
 def test_no_size_of_a_step_is_compiled_for(launches, monkeypatch):
-    """Breaks if a kernel specialises on a number of requests or rows, or on where a slice begins."""
+    """Breaks if a kernel specialises on a number of requests or rows, on a planned width, or on where a slice begins."""
     monkeypatch.setattr(torch, "mm", lambda *_, out: out)
     launchers = Launchers()
     for requests in REQUESTS:
         for context_rows in (requests, requests * Q, 1000 + requests):
-            launchers.step(requests, context_rows)
+            for width in range(1, K + 1):
+                launchers.step(requests, context_rows, width)
     assert set(launches) == launched_kernels(), "name the new kernel's launcher in Launchers.step"
     for name, variants in launches.items():
         compiled = defaultdict(set)

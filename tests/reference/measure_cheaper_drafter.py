@@ -154,7 +154,7 @@ def main() -> None:
     ]
     order = merge_order(json.loads((options.target / "tokenizer.json").read_text(encoding="utf-8")))
     num_rows = round(SHARE * draft.head.shape[0])
-    counts = count(ids for ids, _ in counted)
+    counts = count(ids for ids, _ in counted).times
     lists = {"merge order": order[:num_rows], "calibrated": ranked(counts, order)[:num_rows]}
     bodies = {
         "plain": with_layers(draft, lambda _, linear: linear),
@@ -177,7 +177,8 @@ def main() -> None:
                 for name, (body, head) in VARIANTS.items():
                     steps[key][name].append(walk(proposals, body, head, ids, start + 1, num_drafts))
             print(key, stem, {name: r["loss_percent"] for name, r in results(steps[key]).items()}, flush=True)  # noqa: T201 - a script that shows how far it is
-        covered = {key: {name: round(coverage(count(s), rows), 4) for name, rows in lists.items()} for key, s in seen.items()}
+        said = {key: count(s).times for key, s in seen.items()}
+        covered = {key: {name: round(coverage(c, rows), 4) for name, rows in lists.items()} for key, c in said.items()}
         report = {
             "what": "acceptance length of one draft with smaller weights and heads over the target's answers, bonus included",
             "prompts": (options.per_file - len(range(0, options.per_file, 3))) * number,

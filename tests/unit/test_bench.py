@@ -5,12 +5,16 @@ import json
 
 import pytest
 
-from vllm_dflash.bench.arms import parse_arms
+from vllm_dflash.bench.arms import parse_arms, planning_arm
 from vllm_dflash.bench.figures import cell_row, run_figures
 from vllm_dflash.bench.gate import Verdict, last_number, read_questions
-from vllm_dflash.bench.prompts import groups, prompt_set
-from vllm_dflash.bench.record import save
-from vllm_dflash.bench.report import HEADINGS, lines
+from vllm_dflash.bench.loads import Cell, parse_cells
+from vllm_dflash.bench.plots import plot_acceptance, plot_speedup, plot_widths
+from vllm_dflash.bench.prompts import groups, label, prompt_set, split_name
+from vllm_dflash.bench.record import load, save, without_folders
+from vllm_dflash.bench.report import HEADINGS, lines, repeatability, width_shares
+from vllm_dflash.bench.rounds import Player, rows_of_cell
+from vllm_dflash.bench.ties import CHECKED, NEAR_TIE, complaints, judged
 from vllm_dflash.cli.failure import UserError
 
 
@@ -149,10 +153,140 @@ def test_the_gate_judges_both_limits(tmp_path):
         read_questions(str(file), 10)
 
 
+def test_a_published_command_names_no_folders():
+    """Breaks if a path of the machine that measured gets into a committed result, or a hub name loses its owner."""
+    given = ["/a/b/c.json", '{"out": "/a/b/c.json", "prompts": "vllm:sharegpt:/a/d.json,chat"}', "owner/name", "1/2"]
+    kept = ["c.json", '{"out": "c.json", "prompts": "vllm:sharegpt:d.json,chat"}', "owner/name", "1/2"]
+    assert [without_folders(argument) for argument in given] == kept
+
+
 def test_a_result_file_is_always_whole(tmp_path):
     """Breaks if a run that is stopped while writing leaves half a file."""
     path = tmp_path / "r.json"
     for rows in ([{"arm": "none"}], [{"arm": "none"}, {"arm": "ours"}]):
         save(path, rows, {"commit": "x"})
-        assert json.loads(path.read_text())["rows"] == rows
+        assert load(path) == (rows, {"commit": "x"})
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_only_the_tokens_that_every_arm_must_have_are_compared():
+    """Breaks if an arm that went on for longer, as fast ones do while the batch is kept full, counts as different."""
+    plain, other = (event(0.1, [[1] * n]) | {"at_least": 5} for n in (5, 9))
+    assert cell_row([other], [plain])["same_tokens"] == 1
+    other["outputs"][0]["token_ids"][4] = 99
+    assert cell_row([other], [plain])["same_tokens"] == 0
+    assert cell_row([plain], None)["steady_steps"] == 2  # of five: no margin at an end that is no tail
+
+
+def test_loads_with_lengths_of_their_own():
+    """Breaks if a large batch gets the long answers of a single request, or random ids are answered greedily."""
+    cells = parse_cells(["code", "random"], temperature="0,0.7", concurrency="1,32", max_tokens="96,16", repeats="3,1")
+    assert [(cell.prompts, cell.temperature, cell.concurrency, cell.max_tokens, cell.repeats) for cell in cells] == [
+        *[("code", heat, *load) for heat in (0.0, 0.7) for load in ((1, 96, 3), (32, 16, 1))],
+        *[("random", 2.0, *load) for load in ((1, 96, 3), (32, 16, 1))],
+    ]
+    assert split_name("random@0") == ("random", 0.0)
+    assert split_name("/a@b/c.jsonl") == ("/a@b/c.jsonl", None)
+    names = ("/a/code.jsonl", "vllm:sharegpt:/a/b.json", "vllm:hf:owner/name")
+    assert [label(name) for name in names] == ["code", "vllm:sharegpt", "name"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"max_tokens": "8,8,8"}, "--max-tokens: found 3 numbers; expected one, or 2"),
+        ({"max_tokens": "3"}, "found 3; expected at least 4"),
+        ({"repeats": "0"}, "--repeats: found '0'; expected numbers from 1 on"),
+        ({"concurrency": "1,x"}, "--concurrency: found '1,x'"),
+    ],
+)
+def test_loads_that_cannot_be_read(change, sentence):
+    """Breaks if a list of the wrong length is cut or stretched silently."""
+    options = {"temperature": "0", "concurrency": "1,2", "max_tokens": "8", "repeats": "1"}
+    with pytest.raises(UserError, match=sentence):
+        parse_cells(["code"], **options | change)
+
+
+def planned(*timeline, widths, probes=0):
+    return {"widths": widths, "steps": sum(widths.values()), "probes": probes, "seconds": 0.02, "timeline": list(timeline)}
+
+
+def test_what_the_planner_chose_is_in_the_row_and_the_table():
+    """Breaks if widths of two repetitions are not added up, or the timeline begins at the engine's first step."""
+    reports = [
+        planned([50, 8, 7, False], widths={"7": 10}),
+        planned([90, 8, 7, False], [96, 8, 3, True], widths={"7": 6, "3": 4}),
+    ]
+    row = cell_row([event(0.1, [[1] * 20]) | {"planner": report} for report in reports], None)
+    assert row["widths"] == {"7": 16, "3": 4}
+    assert row["planning_ms"] == pytest.approx(2)
+    assert (row["timeline"], row["timeline_steps"]) == ([[0, 8, 7, False], [6, 8, 3, True]], 10)
+    assert width_shares(row) == "7: 80 %, 3: 20 %"
+    players = {"ours": Player(None, 7), "ours K=3": Player(None, 3, hold=3)}
+    results = {name: [event(0.1, [[1] * 20]) | {"planner": reports[0]}] for name in players}
+    chosen, held = rows_of_cell([results], Cell("code", 1, 0.0, 20, 1), players, None)
+    assert "timeline" in chosen
+    assert "timeline" not in held
+    assert (chosen["k"], held["k"]) == (7, 3)
+
+
+def test_a_second_run_says_how_far_the_ratios_moved():
+    """Breaks if the runs are thrown together before they are compared, or the arm's own speed counts and not its ratio."""
+    players = {"none": Player(None, 0), "ours": Player(None, 7)}
+    counts = {"none": [[1] * 20], "ours": [[1] + [2] * 20]}
+    runs = [{name: [event(step, counts[name])] for name, step in steps.items()} for steps in ({"none": 0.1, "ours": 0.1},
+            {"none": 0.2, "ours": 0.16})]  # fmt: skip
+    rows = rows_of_cell(runs, Cell("code", 1, 0.0, 20, 1), players, "none")
+    assert rows[1]["vs_none_by_run"] == pytest.approx([2.0, 2.5])
+    assert repeatability(rows) == pytest.approx({"cells": 1, "median": 0.25, "max": 0.25})
+    assert rows[1]["repeats"] == 2
+    assert repeatability(rows_of_cell(runs[:1], Cell("code", 1, 0.0, 20, 1), players, "none")) == {}
+
+
+class Target:
+    """Answers the question for the best next tokens as an engine does, from a table by the tokens so far."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def ask(self, question, prompts):
+        assert question == "best"
+        return {"best": [self.table[tuple(prompt["then"])] for prompt in prompts]}
+
+
+def test_a_difference_is_a_near_tie_only_if_the_target_finds_both_tokens_alike():
+    """Breaks if a lossy answer passes as rounding: the two tokens count, not merely the two best."""
+    answers = {"none": [[7, 1, 2], [8, 1, 2], [9, 1, 2]], "ours": [[7, 1, 2], [8, 5, 2], [9, 1, 6]]}
+    results = {
+        name: [{"outputs": [{"token_ids": ids} for ids in found], "at_least": 3}] for name, found in answers.items()
+    }  # fmt: skip
+    rows = [{"arm": "ours", "prompts": "code", "concurrency": 3, "max_tokens": 3, "same_tokens": 1, "answers": 3}]
+    target = Target({(8,): [[1, -1.0], [5, -1.0 - NEAR_TIE / 2]], (9, 1): [[2, -0.1], [3, -0.2]]})
+    judged(rows, [["p", "q", "r"]], results, "none", target)
+    assert (rows[0]["differences_checked"], rows[0]["near_ties"]) == (2, 1)
+    assert rows[0]["largest_gap"] > NEAR_TIE
+    (complaint,) = complaints(rows)
+    assert "code, 3 at a time: ours differs where the target is sure, at 1 of 2 places" in complaint
+    assert CHECKED > 2
+
+
+def test_the_planner_that_is_held_must_be_one():
+    """Breaks if the widths are given to an arm whose planner is off, or to any of two."""
+    off = 'fixed=ours:{"engine": {"additional_config": {"vllm_dflash": {"planner": "off"}}}}'
+    assert planning_arm(parse_arms("none,ours", [off])).name == "ours"
+    for arms in (parse_arms("none", [off]), parse_arms("ours", ["again=ours"])):
+        with pytest.raises(UserError, match=r"--hold: found .* of kind ours with a planner; expected one"):
+            planning_arm(arms)
+
+
+def test_pictures_are_drawn(tmp_path):
+    """Breaks if a picture fails on rows of one load, without acceptance, or without a planner."""
+    pytest.importorskip("matplotlib", reason="an extra of its own")
+    base = {"prompts": "code", "temperature": 0.0, "concurrency": 1, "tok_s": 1.0, "tok_s_wall": 1.0}
+    rows = [base | {"arm": "none"}]
+    assert not plot_widths(rows, tmp_path / "w.png")
+    rows += [base | {"arm": "ours", "acceptance_per_position": [0.5], "timeline": [[0, 1, 7, False]], "timeline_steps": 5}]
+    plot_speedup(rows, tmp_path / "s.png")
+    plot_acceptance(rows, tmp_path / "a.png")
+    assert plot_widths(rows, tmp_path / "w.png")
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in tmp_path.iterdir())

@@ -281,7 +281,7 @@ def test_an_assumption_is_noted(config, note):
     ],
 )
 def test_default_taps_are_the_papers(layers, target_layers, expected):
-    """Public checkpoints for targets of these depths state these very ids."""
+    """Public checkpoints for targets of these depths state these very ids; breaks if a guess would read other layers."""
     assert spread_layer_ids(layers, target_layers) == expected
 
 
@@ -304,7 +304,7 @@ def test_only_plain_dflash_is_claimed(names, ours):
 
 
 def test_parsing_leaves_the_config_alone():
-    """vLLM goes on to use the same dictionary."""
+    """vLLM goes on to use the same dictionary; breaks if parsing takes a field out or writes one in."""
     config = zlab(rope_scaling={"type": "linear", "factor": 2.0, "mrope_section": [1]})
     before = changed(config)
     parse_draft_config(config)

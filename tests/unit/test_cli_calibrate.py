@@ -15,6 +15,7 @@ from vllm_dflash.cli.failure import UserError
 
 
 def test_prompts_of_both_kinds_of_file(tmp_path):
+    """Breaks if empty lines or later turns become prompts, or a line without a prompt is passed over in silence."""
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl").write_text('{"turns": ["three", "x"]}\n{"prompt": "four"}\n')
     (tmp_path / "c.jsonl").write_text('{"prompt": "five"}\n{"question": "six"}\n')

@@ -24,6 +24,7 @@ BANNED_ANYWHERE = {
     "vllm_dflash/context_limits.py": HEAVY,
     "vllm_dflash/options.py": HEAVY,
     "vllm_dflash/token_frequency.py": HEAVY,
+    "vllm_dflash/served_counts.py": HEAVY,
     "vllm_dflash/patching.py": HEAVY,
 }
 # imported by every process, or by every `--help`: nothing heavy at module level

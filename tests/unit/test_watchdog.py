@@ -114,7 +114,10 @@ def test_false_alarms_are_rare():
 
 
 def test_figures():
-    """By hand: 4 verifications with 1, 2, 2 and 3 drafts, of which 1, 0, 2 and 2 are accepted; too few have a third draft."""
+    """Breaks if a rate counts verifications that had no draft at its position.
+
+    By hand: 4 verifications with 1, 2, 2 and 3 drafts, of which 1, 0, 2 and 2 are accepted; too few have a third draft.
+    """
     profile = Profile(3)
     profile.drafted[1:] = 1, 2, 1
     profile.accepted[:] = 1, 1, 2, 0

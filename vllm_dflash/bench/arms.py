@@ -41,6 +41,24 @@ def parse_arms(names: str, further: Sequence[str]) -> list[BenchArm]:
     return arms
 
 
+def planning_arm(arms: Sequence[BenchArm]) -> BenchArm:
+    """The arm whose planner is told to hold a width.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
+    found = [arm for arm in arms if arm.kind == "ours" and _planner_option(arm) != "off"]
+    if len(found) != 1:
+        names = ", ".join(arm.name for arm in found) or "none"
+        raise UserError(f"--hold: found {names} of kind ours with a planner; expected one. Leave --hold out, or the others.")
+    return found[0]
+
+
+def _planner_option(arm: BenchArm) -> Any:
+    options = arm.engine.get("additional_config", {}).get("vllm_dflash", {})
+    return options.get("planner") if isinstance(options, dict) else None
+
+
 def _parse(text: str) -> BenchArm:
     name, _, rest = text.partition("=")
     kind, _, settings = rest.partition(":")

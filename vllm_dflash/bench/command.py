@@ -2,8 +2,10 @@
 """The work of `vllm-dflash bench`: start the engines, let them take turns, write and show what they did."""
 
 import json
+import math
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,26 +13,26 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_dflash.bench.arms import BenchArm, parse_arms
+from vllm_dflash.bench.arms import BenchArm, parse_arms, planning_arm
 from vllm_dflash.bench.dummy import ENGINE, dummy_prompts, synthetic, write_dummy_pair
-from vllm_dflash.bench.figures import Row
 from vllm_dflash.bench.gate import DEFAULT_PAIR, GSM8K, pass_gate, read_questions
-from vllm_dflash.bench.page import write_page
-from vllm_dflash.bench.plots import plot_acceptance, plot_speedup
-from vllm_dflash.bench.prompts import prompt_set
-from vllm_dflash.bench.record import provenance, save
-from vllm_dflash.bench.report import print_table
-from vllm_dflash.bench.rounds import Cell, Workload, rows_of_cell, run_cell
+from vllm_dflash.bench.loads import numbers, parse_cells
+from vllm_dflash.bench.plots import need_matplotlib
+from vllm_dflash.bench.prompts import RANDOM, load_set, split_name
+from vllm_dflash.bench.record import load, provenance
+from vllm_dflash.bench.rounds import Player
+from vllm_dflash.bench.study import Measured, Output, Study, judge, measure, show, warm_up
 from vllm_dflash.cli.engine_run import Engine, engine_spec
 from vllm_dflash.cli.failure import UserError
 from vllm_dflash.cli.machine import on_cpu
 from vllm_dflash.cli.models import Pair, checked_pair, chosen_names
 
-TABLE_WIDTH = 132
+TABLE_WIDTH = 160
 GPU_SHARE = 0.88  # of the memory, over all arms
-WARM_UP = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
+_ALSO_PATHS = {"out": "out", "plots": "plots", "html": "page"}
+_ALSO_NUMBERS = {"repeat_run", "prompt_tokens"}
+_ALSO_TEXTS = {"concurrency", "prompts", "temperature", "max_tokens", "repeats", "hold"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,18 @@ class BenchRequest:
     concurrency: str
     prompts: str
     temperature: str
-    max_tokens: int | None
-    repeats: int
+    max_tokens: str | None
+    repeats: str
+    repeat_run: int
+    stop_after: float | None
+    hold: str | None
+    also: list[str] | None
     stop_at_end: bool
     engine_args: str
     out: Path
     plots: Path | None
     page: Path | None
+    show: Path | None
     gate: str | None
     min_accuracy: float
     min_acceptance: float
@@ -64,48 +71,119 @@ class BenchRequest:
 
 
 def run(asked: BenchRequest) -> None:
-    """Measure, or judge where a gate was given.
+    """Measure, or judge where a gate was given, or show what was measured before.
 
     Raises:
         UserError: an option cannot be used.
         Exit: the gate closed (status 1).
     """
-    console = _wide_console()
-    common, requests = _object("--engine-args", asked.engine_args), _numbers("--concurrency", asked.concurrency, int)
+    begin, console = time.monotonic(), _wide_console()
+    requests = [asked, *(_further(text, asked) for text in asked.also or [])]
+    if any(request.plots or request.page for request in requests):
+        need_matplotlib()
+    if asked.show is not None:
+        rows, origin = load(asked.show)
+        show(rows, origin, Output(asked.show, asked.plots, asked.page), console)
+        return
+    common = _object("--engine-args", asked.engine_args)
     if asked.gate is not None:
-        _judge(asked, common, max(requests), console)
+        _judge(asked, common, console)
         return
     compared = parse_arms(asked.arms, asked.arm or [])
-    pair, sets = _models(asked, console)
+    pair = _pair(asked, console)
+    studies = [_study(request, pair, compared, begin) for request in requests]
     if asked.dummy is not None:
         common = ENGINE | common
         compared = [replace(arm, speculative=synthetic(asked.survival, pair.k) | arm.speculative) for arm in compared]
-    work = Workload(sets, asked.max_tokens or 64, asked.repeats, ignore_eos=not asked.stop_at_end)
-    heats = _numbers("--temperature", asked.temperature, float)
-    cells = [Cell(name, count, heat) for heat in heats for name in sets for count in requests]
-    origin = provenance(
-        model=_described(asked, pair), dtype=asked.dtype, k=pair.k, max_tokens=work.max_tokens, ignore_eos=work.ignore_eos
-    )
     with ExitStack() as stack:
         engines = _start(compared, pair, asked.dtype, common, console, stack)
-        rows = _compare(engines, compared, pair.k, cells, work, asked.out, origin, console)
-    print_table(console, rows)
-    _draw(rows, origin, asked.plots, asked.page)
-    console.print(f"written to {asked.out}", style="dim", highlight=False)
+        _measure_all(studies, engines, compared, pair, console)
 
 
-def _models(asked: BenchRequest, console: Console) -> tuple[Pair, dict[str, Sequence[Any]]]:
-    """The pair and its prompts by set."""
+def _measure_all(
+    studies: Sequence[Study], engines: Mapping[str, Engine], arms: Sequence[BenchArm], pair: Pair, console: Console
+) -> None:
+    """The first run of every study, then the second of those that want one: what is cut off by a deadline is a repetition."""
+    everything = [Measured(study, _players(engines, arms, study.hold, pair.k, console)) for study in studies]
+    warm: set[tuple[str, int, bool]] = set()
+    for number in range(max(study.runs for study in studies)):
+        for done in everything:
+            if number < done.study.runs:
+                with console.status("warming up"):
+                    warm_up(done.players, done.study, warm)
+                measure(done, console)
+    for done in everything:
+        if done.rows:
+            judge(done, console)
+            show(done.all_rows, done.study.origin, done.study.output, console)
+            console.print(f"written to {done.study.output.out}", style="dim", highlight=False)
+
+
+def _further(text: str, asked: BenchRequest) -> BenchRequest:
+    """The request of one ``--also``: what it names, the rest as asked; pictures and pages only where it names them."""
+    known = {*_ALSO_PATHS, *_ALSO_NUMBERS, *_ALSO_TEXTS}
+    given = {key.replace("-", "_"): value for key, value in _object("--also", text).items()}
+    if "out" not in given or not given.keys() <= known:
+        raise UserError(f'--also: found {text}; expected an object with "out", and at most {", ".join(sorted(known - {"out"}))}.')
+    changes: dict[str, Any] = {"plots": None, "page": None}
+    changes |= {field: Path(given[key]) for key, field in _ALSO_PATHS.items() if key in given}
+    changes |= {key: int(given[key]) for key in _ALSO_NUMBERS & given.keys()}
+    changes |= {key: None if given[key] is None else str(given[key]) for key in _ALSO_TEXTS & given.keys()}
+    if changes["out"] == asked.out:
+        raise UserError(f"--also: found {asked.out} as its out, too; expected a file of its own.")
+    return replace(asked, **changes)
+
+
+def _study(asked: BenchRequest, pair: Pair, arms: Sequence[BenchArm], begin: float) -> Study:
+    names = [part.strip() for part in asked.prompts.split(",") if part.strip()]
+    if asked.dummy is not None:
+        names = [f"{RANDOM}@{heat:g}" for heat in numbers("--temperature", asked.temperature, float)]
+    length = asked.max_tokens or "64"
+    cells = parse_cells(
+        names, temperature=asked.temperature, concurrency=asked.concurrency, max_tokens=length, repeats=asked.repeats
+    )
+    if not cells:
+        raise UserError(f"--prompts: found {asked.prompts!r}; expected names separated by commas, for example chat,code.")
+    origin = {"model": _described(asked, pair), "dtype": asked.dtype, "k": pair.k, "max_tokens": length}
+    return Study(
+        cells=cells,
+        sets=_sets(names, asked, pair, max(cell.concurrency * cell.repeats for cell in cells)),
+        ignore_eos=not asked.stop_at_end,
+        runs=asked.repeat_run,
+        hold=_widths_to_hold(asked, pair.k, arms),
+        compare=asked.dummy is None and not any("rejection_sample_method" in arm.speculative for arm in arms),
+        output=Output(asked.out, asked.plots, asked.page),
+        origin=provenance(**origin, ignore_eos=not asked.stop_at_end),
+        deadline=math.inf if asked.stop_after is None else begin + asked.stop_after,
+    )
+
+
+def _sets(names: Sequence[str], asked: BenchRequest, pair: Pair, count: int) -> dict[str, Sequence[Any]]:
+    if asked.dummy is not None:
+        return {RANDOM: dummy_prompts(asked.dummy, asked.prompt_tokens)}
+    plain = dict.fromkeys(name for name, _ in map(split_name, names))
+    return {name: load_set(name, pair, tokens=asked.prompt_tokens, count=count) for name in plain}
+
+
+def _widths_to_hold(asked: BenchRequest, k: int, arms: Sequence[BenchArm]) -> list[int]:
+    if asked.hold is None:
+        return []
+    planning_arm(arms)
+    widths: list[int] = numbers("--hold", asked.hold, int, least=0)
+    if max(widths) > k:
+        raise UserError(f"--hold: found {max(widths)}; expected at most K = {k}.")
+    return widths
+
+
+def _pair(asked: BenchRequest, console: Console) -> Pair:
     if asked.dummy is None:
-        names = [name.strip() for name in asked.prompts.split(",")]
-        return checked_pair(*_names(asked, console), asked.k), {name: prompt_set(name) for name in names}
+        return checked_pair(*_names(asked, console), asked.k)
     if asked.target or asked.draft or asked.widen:
         raise UserError("--dummy: needs no models; leave out --target, --draft and --widen.")
     if on_cpu():
         raise UserError("--dummy: vLLM's CPU builds do not draw synthetic acceptance; expected a GPU. Use the demo pair here.")
     folder = Path(tempfile.mkdtemp(prefix="vllm-dflash-"))
-    pair = checked_pair(*write_dummy_pair(asked.dummy, folder), asked.k)
-    return pair, {"random": dummy_prompts(asked.dummy, asked.prompt_tokens)}
+    return checked_pair(*write_dummy_pair(asked.dummy, folder), asked.k)
 
 
 def _described(asked: BenchRequest, pair: Pair) -> str:
@@ -122,35 +200,9 @@ def _wide_console() -> Console:
     return Console(width=TABLE_WIDTH) if narrow_log else console
 
 
-def _compare(
-    engines: dict[str, Engine],
-    arms: list[BenchArm],
-    k: int,
-    cells: list[Cell],
-    work: Workload,
-    out: Path,
-    origin: Row,
-    console: Console,
-) -> list[Row]:
-    """All cells; the file is complete up to the cell that was finished last."""
-    _warm_up(engines, work, {cell.concurrency for cell in cells})
-    rows: list[Row] = []
-    for finished in _measure(engines, arms, cells, work, console):
-        rows += [row | {"k": 0 if row["arm"] == "none" else k} for row in finished]
-        save(out, rows, origin)
-    return rows
-
-
-def _draw(rows: list[Row], origin: Row, plots: Path | None, page: Path | None) -> None:
-    if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
-        plot_speedup(rows, plots / "speedup.png")
-        plot_acceptance(rows, plots / "acceptance.png")
-    if page is not None:
-        write_page(page, rows, origin)
-
-
-def _judge(asked: BenchRequest, common: dict[str, Any], concurrency: int, console: Console) -> None:
+def _judge(asked: BenchRequest, common: dict[str, Any], console: Console) -> None:
+    concurrency = max(numbers("--concurrency", asked.concurrency, int))
+    length = numbers("--max-tokens", asked.max_tokens or "512", int)[0]
     questions = read_questions(asked.gate or "", asked.questions)
     pair = checked_pair(*_gate_names(asked, console), asked.k)
     with ExitStack() as stack:
@@ -160,7 +212,7 @@ def _judge(asked: BenchRequest, common: dict[str, Any], concurrency: int, consol
             questions,
             min_accuracy=asked.min_accuracy,
             min_acceptance=asked.min_acceptance,
-            max_tokens=asked.max_tokens or 512,
+            max_tokens=length,
             concurrency=concurrency,
         )
     console.print(
@@ -187,16 +239,6 @@ def _names(asked: BenchRequest, console: Console) -> tuple[str, str]:
     from vllm_dflash.bench.wide_pair import prepared_wide_pair
 
     return prepared_wide_pair(asked.widen, console)
-
-
-def _numbers(option: str, text: str, kind: type) -> list[Any]:
-    try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < (1 if kind is int else 0):
-        raise UserError(f"{option}: found {text!r}; expected numbers separated by commas, for example 1,8.")
-    return found
 
 
 def _object(option: str, text: str) -> dict[str, Any]:
@@ -230,27 +272,23 @@ def _start(
     return engines
 
 
-def _warm_up(engines: dict[str, Engine], work: Workload, loads: Collection[int]) -> None:
-    """Every load once: no kernel is compiled and no cache is filled in a measured run."""
-    texts = list(next(iter(work.sets.values())))
-    for engine in engines.values():
-        for requests in sorted(loads):
-            engine.measure([texts[i % len(texts)] for i in range(requests)], **WARM_UP)
+def _players(
+    engines: Mapping[str, Engine], arms: Sequence[BenchArm], hold: Sequence[int], k: int, console: Console
+) -> dict[str, Player]:
+    """The arms, and behind the one with a planner an arm for each width that it can be told to keep.
 
-
-def _measure(
-    engines: dict[str, Engine], arms: list[BenchArm], cells: list[Cell], work: Workload, console: Console
-) -> Iterator[list[Row]]:
-    # Synthetic acceptance takes drafts unseen: there is nothing to compare.
-    synthetic_law = any("rejection_sample_method" in arm.speculative for arm in arms)
-    plain = None if synthetic_law else next((arm.name for arm in arms if arm.kind == "none"), None)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=len(cells) * len(engines) * work.repeats)
-        for number, cell in enumerate(cells):
-            results: dict[str, list[Row]] = {name: [] for name in engines}
-            bar.update(task, description=f"{cell.prompts}, {cell.concurrency} at a time, temperature {cell.temperature:g}")
-            for name, result in run_cell(engines, cell, work, number):
-                results[name].append(result)
-                bar.advance(task)
-            yield rows_of_cell(results, cell, plain)
+    Raises:
+        UserError: the planner keeps none of them.
+    """
+    players = {}
+    for arm in arms:
+        own = 0 if arm.kind == "none" else int(arm.speculative.get("num_speculative_tokens", k))
+        players[arm.name] = Player(engines[arm.name], own)
+        if hold and arm == planning_arm(arms):
+            held = engines[arm.name].ask("widths", widths=list(hold))
+            if not held["possible"]:
+                raise UserError(f"--hold: {held['complaints'][0]}")
+            for complaint in held["complaints"]:
+                console.print(f"--hold: {complaint} Left out.", style="yellow", highlight=False)
+            players |= {f"{arm.name} K={width}": Player(engines[arm.name], width, hold=width) for width in held["possible"]}
+    return players

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
+_COUNTS = ("tokens", "graph_steps", "eager_steps", "steady_steps", "jit_compiles")
+_LONGEST_TIMELINE = 400
 _MARGIN = 2  # steps left out at both ends of the steady state: the last prefill, and results that arrive a step late
 
 
 def run_figures(result: Row) -> Row:
     """Figures of one repetition.
 
-    ``tok_s_wall``: all output tokens over the whole time, prefill included. ``tok_s``, ``step_ms``: from the step where every
-    request decodes to the first that finishes. ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per
+    ``tok_s_wall``: all output tokens over the whole time, prefill included. ``tok_s``, ``step_ms``: while every request
+    decodes. ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per
     output token of a request behind its first. ``draft_ms``: median time of the draft step, where the engine shares our process.
     """
     ends, outputs = result["step_ends"], result["outputs"]
@@ -28,7 +30,8 @@ def run_figures(result: Row) -> Row:
             "tpot_ms": 1e3 * statistics.median(per_token),
             "tpot_p99_ms": 1e3 * per_token[math.ceil(0.99 * len(per_token)) - 1],
         }
-    row |= _steady_state(ends, outputs)
+    # A batch that was kept full ends for all at once: nothing to leave out there.
+    row |= _steady_state(ends, outputs, last_margin=0 if result.get("at_least") else _MARGIN)
     if result["drafts"]:
         row["acceptance_length"] = 1 + result["accepted"] / result["drafts"]
     for key in ("draft_ms", "graph_steps", "eager_steps", "jit_compiles"):
@@ -42,9 +45,9 @@ def _time_per_token(output: Row, ends: Sequence[float]) -> float:
     return float((ends[arrivals[-1]] - ends[arrivals[0]]) / (len(output["token_ids"]) - steps[0]))
 
 
-def _steady_state(ends: Sequence[float], outputs: Sequence[Row]) -> Row:
+def _steady_state(ends: Sequence[float], outputs: Sequence[Row], last_margin: int) -> Row:
     begin = max(output["arrivals"][0] for output in outputs) + _MARGIN
-    end = min(output["arrivals"][-1] for output in outputs) - _MARGIN
+    end = min(output["arrivals"][-1] for output in outputs) - last_margin
     if end - begin < _MARGIN:
         return {}
     seconds = ends[end] - ends[begin]
@@ -65,7 +68,7 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
         values = [run[key] for run in runs if key in run]
         if len(values) < len(runs) and key in ("tok_s", "step_ms"):
             continue  # not every repetition had a steady state: a median over the others is another figure
-        if key in ("tokens", "graph_steps", "eager_steps", "steady_steps", "jit_compiles"):
+        if key in _COUNTS:
             row[key] = sum(values)
             continue
         row[key] = statistics.median(values)
@@ -75,6 +78,7 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
         row["acceptance_length"] = 1 + sum(result["accepted"] for result in results) / drafts
         columns = zip(*(result["accepted_per_position"] for result in results), strict=True)
         row["acceptance_per_position"] = [round(sum(column) / drafts, 4) for column in columns]
+    row |= _planned([result["planner"] for result in results if result.get("planner")])
     if plain is not None:
         pairs = list(zip(_tokens(results), _tokens(plain), strict=True))
         row |= {"same_tokens": sum(a == b for a, b in pairs), "answers": len(pairs)}
@@ -82,4 +86,26 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
 
 
 def _tokens(results: Sequence[Row]) -> list[list[int]]:
-    return [output["token_ids"] for result in results for output in result["outputs"]]
+    """All answers, as far as every arm has to have them."""
+    return [output["token_ids"][: result.get("at_least")] for result in results for output in result["outputs"]]
+
+
+def _planned(reports: Sequence[Row]) -> Row:
+    """What the planner decided: ``widths`` (steps by draft width), ``probes``, ``planning_ms`` per step, ``timeline``.
+
+    The timeline is that of the last repetition: [step, requests, width, whether it was a probe] of each change of width.
+    """
+    if not reports:
+        return {}
+    widths: dict[str, int] = {}
+    for report in reports:
+        for width, count in report["widths"].items():
+            widths[str(width)] = widths.get(str(width), 0) + count
+    steps, timeline = sum(widths.values()), reports[-1]["timeline"][:_LONGEST_TIMELINE]
+    return {
+        "widths": widths,
+        "probes": sum(report["probes"] for report in reports),
+        "planning_ms": 1e3 * sum(report["seconds"] for report in reports) / max(1, steps),
+        "timeline": [[step - timeline[0][0], *rest] for step, *rest in timeline],
+        "timeline_steps": sum(reports[-1]["widths"].values()),
+    }

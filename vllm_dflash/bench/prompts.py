@@ -1,14 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt sets: the kinds that ship with the package, or files with one JSON object per line."""
+"""Prompt sets: the kinds that ship with the package, files with one JSON object per line, vLLM's data sets, random ids."""
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_dflash.bench.vllm_sets import PREFIX, vllm_set
 from vllm_dflash.cli.failure import UserError
+from vllm_dflash.cli.models import Pair, hub_file, locate
 
+RANDOM = "random"
+RANDOM_HEAT = 2.0
+"""Temperature of answers to random ids: greedy ones soon repeat themselves and are guessed well, these are not."""
 _KEYS = ("prompt", "text", "question", "turns")
+
+
+def split_name(text: str) -> tuple[str, float | None]:
+    """Name of a set, and the one temperature that it is answered at: ``chat@1`` is chat at 1, ``random`` is at 2 unless told."""
+    name, at, heat = text.strip().rpartition("@")
+    try:
+        if at and float(heat) >= 0:
+            return name, float(heat)
+    except ValueError:
+        pass  # a path with an @ in it
+    return text.strip(), RANDOM_HEAT if text.strip() == RANDOM else None
+
+
+def label(name: str) -> str:
+    """What a set is called in results: no folders, no endings."""
+    if not name.startswith(PREFIX):
+        return Path(name).stem
+    kind, _, path = name.removeprefix(PREFIX).partition(":")
+    return path.rsplit("/", 1)[-1] if kind == "hf" else f"{PREFIX}{kind}"
+
+
+def load_set(name: str, pair: Pair, *, tokens: int, count: int) -> Sequence[Any]:
+    """Prompts of a set, text or token ids: at least ``count`` where they are made up, of ``tokens`` tokens.
+
+    Raises:
+        UserError: the set cannot be had.
+    """
+    if name == RANDOM:
+        return random_prompts(_known_ids(pair), tokens, count)
+    if name.startswith(PREFIX):
+        return vllm_set(name.removeprefix(PREFIX), pair, tokens=tokens, count=count)
+    return prompt_set(name)
+
+
+def _known_ids(pair: Pair) -> int:
+    """Token ids that mean something: a target's vocabulary may be padded beyond its tokenizer's."""
+    size = int(pair.target_config["vocab_size"])
+    file = hub_file(locate(pair.target, "target"), pair.target, "tokenizer.json")
+    if file is None:
+        return size
+    from tokenizers import Tokenizer
+
+    return min(size, int(Tokenizer.from_file(str(file)).get_vocab_size()))
 
 
 def prompt_set(name: str) -> list[str]:
@@ -38,7 +87,9 @@ def _shipped(name: str) -> list[str]:
 
     kinds = list(dict.fromkeys(prompt.kind for prompt in PROMPTS))
     if name != "all" and name not in kinds:
-        raise UserError(f"--prompts: found {name!r}; expected a file, a folder, all, or one of {', '.join(kinds)}.")
+        raise UserError(
+            f"--prompts: found {name!r}; expected a file, a folder, {PREFIX}NAME, {RANDOM}, all, or one of {', '.join(kinds)}."
+        )
     return [prompt.text for prompt in PROMPTS if name in ("all", prompt.kind)]
 
 

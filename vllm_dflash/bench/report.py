@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a benchmark: speeds relative to no speculation, in one run."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,17 +10,43 @@ from rich.table import Table
 
 from vllm_dflash.bench.figures import Row
 
-HEADINGS = ("", "requests", "arm", "tok/s", "vs none", "ms/token", "p99", "first token ms", "step ms", "draft", "AL", "same")
+HEADINGS = (
+    "", "requests", "arm", "tok/s", "vs none", "ms/token", "p99", "first ms", "step ms", "draft", "AL", "same", "ties",
+    "width of drafts",
+)  # fmt: skip
+"""``draft``: share of the step; AL: acceptance length; same: answers without a difference to none, and ties: differences, of
+those looked at, where the target had two tokens nearly alike; width of drafts: how often the planner chose it."""
+_TEXTS = ("", "arm", HEADINGS[-1])
+_SHOWN = 0.01  # share of the steps from which on a width is listed
 
 
 def print_table(console: Console, rows: Iterable[Row]) -> None:
     """One line per arm and load; ``tok/s`` is the steady state where there is one, else the whole run."""
-    table = Table(title="tokens per second while all requests decode", title_justify="left")
+    rows = list(rows)
+    moved = repeatability(rows)
+    caption = None
+    if moved:
+        caption = f"second run: ratios to none moved by {moved['median']:.1%} in the middle, {moved['max']:.1%} at most"
+    table = Table(title="tokens per second while all requests decode", title_justify="left", caption=caption)
     for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("", "arm") else "right")
+        table.add_column(heading, justify="left" if heading in _TEXTS else "right", no_wrap=True)
     for line in lines(rows):
         table.add_row(*line)
     console.print(table)
+
+
+def repeatability(rows: Iterable[Row]) -> Row:
+    """Over all loads and arms with a second run: ``cells``, and the median and largest difference of the ratios to none."""
+    found = [row["vs_none_difference"] for row in rows if "vs_none_difference" in row and row["arm"] != "none"]
+    return {"cells": len(found), "median": statistics.median(found), "max": max(found)} if found else {}
+
+
+def width_shares(row: Row) -> str:
+    """Which part of the steps drafted how many tokens, the most frequent first; empty without a planner."""
+    widths = row.get("widths") or {}
+    total = sum(widths.values())
+    shares = sorted(((count / total, width) for width, count in widths.items()), reverse=True)
+    return ", ".join(f"{width}: {share:.0%}".replace("%", " %") for share, width in shares if share >= _SHOWN)
 
 
 def lines(rows: Iterable[Row]) -> list[list[str]]:
@@ -57,6 +84,8 @@ def _cells(row: Row, speed: float, plain: float | None) -> list[str]:
         f"{draft / step:.0%}" if draft and step else "",
         _number(row.get("acceptance_length")),
         f"{row['same_tokens']} of {row['answers']}" if "answers" in row else "",
+        f"{row['near_ties']} of {row['differences_checked']}" if "near_ties" in row else "",
+        width_shares(row),
     ]
 
 

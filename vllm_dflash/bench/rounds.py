@@ -1,54 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns: every group of prompts goes to each engine, one engine computes at a time, and who begins rotates."""
+"""The turns: every group of prompts goes to each arm, one engine computes at a time, and who begins rotates."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_dflash.bench.figures import Row, cell_row
-from vllm_dflash.bench.prompts import groups
+from vllm_dflash.bench.loads import Cell
+from vllm_dflash.bench.prompts import groups, label
+from vllm_dflash.bench.report import speeds
 from vllm_dflash.cli.engine_run import Engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
-    """One load: who is asked what, how many requests at once, and how tokens are drawn."""
+class Player:
+    """Who takes a turn: an engine, as it is or with the draft width that its planner is told to keep."""
 
-    prompts: str
-    concurrency: int
-    temperature: float
+    engine: Engine
+    k: int
+    hold: int | None = None
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Workload:
-    """What every cell has in common."""
-
-    sets: Mapping[str, Sequence[Any]]
-    """Prompts (text, or lists of token ids) by the name of their set."""
-    max_tokens: int
-    repeats: int
-    ignore_eos: bool
-
-    def sampling(self, cell: Cell) -> dict[str, Any]:
-        """Fields of vLLM's ``SamplingParams`` for a cell."""
-        common = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos, "temperature": cell.temperature}
-        return common | ({"seed": 0} if cell.temperature else {})
+    def play(self, prompts: Sequence[Any], cell: Cell, *, ignore_eos: bool) -> Row:
+        """The ``result`` event of one group of prompts."""
+        at_least = cell.max_tokens if ignore_eos else None
+        return self.engine.measure(prompts, at_least=at_least, hold=self.hold, **cell.sampling(ignore_eos=ignore_eos))
 
 
-def run_cell(engines: Mapping[str, Engine], cell: Cell, work: Workload, first: int = 0) -> Iterator[tuple[str, Row]]:
+Results = dict[str, list[Row]]
+"""``result`` events by arm, one per group of prompts."""
+
+
+def groups_of(cell: Cell, prompts: Sequence[Any]) -> list[list[Any]]:
+    """The groups of prompts of a load."""
+    return groups(list(prompts), cell.concurrency, cell.repeats)
+
+
+def run_cell(
+    players: Mapping[str, Player], cell: Cell, prompts: Sequence[Any], *, ignore_eos: bool, first: int = 0
+) -> Iterator[tuple[str, Row]]:
     """Yield (arm, ``result`` event) for every group and arm; ``first`` rotates who begins."""
-    names = list(engines)
-    for number, group in enumerate(groups(list(work.sets[cell.prompts]), cell.concurrency, work.repeats)):
+    names = list(players)
+    for number, group in enumerate(groups_of(cell, prompts)):
         turn = (first + number) % len(names)
         for name in names[turn:] + names[:turn]:
-            yield name, engines[name].measure(group, **work.sampling(cell))
+            yield name, players[name].play(group, cell, ignore_eos=ignore_eos)
 
 
-def rows_of_cell(results: Mapping[str, Sequence[Row]], cell: Cell, plain: str | None) -> list[Row]:
-    """One row per arm; ``plain`` names the arm without speculation, whose greedy answers the others must repeat."""
-    rows = []
-    for name, runs in results.items():
-        compare = results[plain] if plain is not None and name != plain and cell.temperature == 0 else None
-        rows.append({"arm": name, **dataclasses.asdict(cell), "prompts": Path(cell.prompts).stem} | cell_row(runs, compare))
+def rows_of_cell(runs: Sequence[Results], cell: Cell, players: Mapping[str, Player], plain: str | None) -> list[Row]:
+    """One row per arm over all runs; ``plain``: the arm without speculation, whose greedy answers the others must repeat.
+
+    After a second run rows say how far the ratio to ``plain`` moved (``vs_none_difference``, larger over smaller less 1).
+    """
+    together = {name: [result for run in runs for result in run[name]] for name in players}
+    rows = [_row(name, together, cell, players[name], plain) for name in players]
+    if plain is not None and len(runs) > 1:
+        ratios = [_ratios(run, cell, players, plain) for run in runs]
+        for row in rows:
+            found = [ratio[row["arm"]] for ratio in ratios]
+            row |= {"vs_none_by_run": found, "vs_none_difference": max(found) / min(found) - 1}
     return rows
+
+
+def _row(name: str, results: Results, cell: Cell, player: Player, plain: str | None) -> Row:
+    compare = results[plain] if plain is not None and name != plain and cell.temperature == 0 else None
+    where = {"arm": name, "k": player.k} | dataclasses.asdict(cell) | {"prompts": label(cell.prompts)}
+    row = where | cell_row(results[name], compare)
+    if player.hold is not None:  # what it was told to do is no decision
+        for key in ("timeline", "probes", "planning_ms"):
+            row.pop(key, None)
+    return row
+
+
+def _ratios(run: Results, cell: Cell, players: Mapping[str, Player], plain: str) -> dict[str, float]:
+    rows = [_row(name, run, cell, players[name], None) for name in players]
+    by_arm = dict(zip(players, speeds(rows), strict=True))
+    return {name: speed / by_arm[plain] for name, speed in by_arm.items()}

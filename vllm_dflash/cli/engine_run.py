@@ -164,7 +164,18 @@ class Engine(Child):
         """The `result` of `run` without streaming: outputs, seconds and draft counters."""
         return next(self.run(prompts, **sampling))
 
-    def measure(self, prompts: Sequence[str | list[int]], **sampling: Any) -> dict[str, Any]:
-        """The same with nothing but the engine at work, and with the time of every step (`engine_child._measure`)."""
-        self.send({"prompts": list(prompts), "sampling": sampling, "measure": True})
+    def measure(
+        self, prompts: Sequence[Any], *, at_least: int | None = None, hold: int | None = None, **sampling: Any
+    ) -> dict[str, Any]:
+        """The same with nothing but the engine at work, and with the time of every step (`engine_measure`).
+
+        `at_least`: end all requests when each has as many tokens; `hold`: the draft width that the planner is told to keep.
+        """
+        question = {"bench": "measure", "at_least": at_least, "hold": hold}
+        self.send(question | {"prompts": list(prompts), "sampling": sampling})
+        return self.receive()
+
+    def ask(self, question: str, **fields: Any) -> dict[str, Any]:
+        """The answer to another question of a benchmark (`engine_measure.Bench`): `widths` or `best`."""
+        self.send({"bench": question, **fields})
         return self.receive()

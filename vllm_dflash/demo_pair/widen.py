@@ -31,6 +31,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from vllm_dflash.token_frequency import LIST_FILE
+
 MARKER, MARKER_GAIN = 2.0**-10, 2.0**20
 _NOISE = 0.02
 _SHARD_LAYERS = 4
@@ -93,6 +95,9 @@ def widen(
         for file in folder.iterdir():  # tokenizer, generation config, template
             if file.suffix in (".json", ".jinja", ".txt", ".model") and file.name != "model.safetensors.index.json":
                 shutil.copy(file, staging)
+        listed = staging / LIST_FILE  # the same tokens, in a larger vocabulary
+        if listed.exists():
+            listed.write_text(json.dumps(json.loads(listed.read_text()) | {"vocab_size": shape.vocab}))
         with safe_open(folder / "model.safetensors", "pt") as small:
             tensors = body.target(small) if name == "target" else body.draft(small)
             _write_shards(staging, tensors)

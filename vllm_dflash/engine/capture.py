@@ -21,6 +21,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_dflash.draft_config import DraftConfig
+from vllm_dflash.engine.pair import resolve_draft
 
 
 def captured_layers(draft: DraftConfig) -> tuple[int, ...]:
@@ -35,6 +36,12 @@ def announce_layers(speculative_config: Any, draft: DraftConfig) -> None:
     runner (V1 does not know a top-level ``target_layer_ids``). vLLM counts inputs of layers: output i is input i + 1.
     """
     speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = [i + 1 for i in captured_layers(draft)]
+
+
+def prepare_capture(target: nn.Module, vllm_config: Any) -> None:
+    """What every pipeline stage does before vLLM asks which layers it captures; all but the last have read no draft yet."""
+    announce_layers(vllm_config.speculative_config, resolve_draft(vllm_config))
+    ensure_capture(target, vllm_config)
 
 
 def ensure_capture(target: nn.Module, vllm_config: Any) -> str:

@@ -212,10 +212,10 @@ class DFlashDraftModel(nn.Module):
         weights = "" if self.weights_kind == "checkpoint" else f" with {self.weights_kind} weights"
         return weights if self.private_head is None else f"{weights}, {self.private_head.describe()}"
 
-    def refresh_head(self) -> None:
-        """Before a step: follow a weight update that came since the last one."""
-        if self.private_head is not None and self.private_head.stale:
-            self.private_head.fill()
+    def refresh_head(self, token_ids: torch.Tensor | None = None) -> None:
+        """Before a step: the private head follows weight updates and ``token_ids`` (int [n]), the input of the target's step."""
+        if self.private_head is not None:
+            self.private_head.follow(token_ids)
 
     # -- context side ----------------------------------------------------------------------------------------------------
 

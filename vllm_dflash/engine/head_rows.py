@@ -1,41 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows a private draft head gets: from the user's list, from the one beside the draft, or from the tokenizer's merges."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+from vllm_dflash.engine.served_tokens import place_of
 from vllm_dflash.options import PluginOptions
-from vllm_dflash.token_frequency import LIST_FILE, RowList, RowListError, merge_order, parse_list
+from vllm_dflash.served_counts import read_counts
+from vllm_dflash.token_frequency import (
+    ENOUGH_TOKENS,
+    LIST_FILE,
+    RowList,
+    RowListError,
+    expected_coverage,
+    merge_order,
+    parse_list,
+    ranked,
+)
 
 logger = init_logger("vllm.plugins.dflash")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shortlist:
+    """Rows of a small head.
+
+    Attributes:
+        rows: int64 [R], rows of the whole head (all ranks), by falling frequency.
+        source: where their order comes from, in words.
+        coverage: share of further text that they are expected to hold; None where unknown.
+    """
+
+    rows: torch.Tensor
+    source: str
+    coverage: float | None
+
+    def describe(self) -> str:
+        """For the start-up line."""
+        return self.source if self.coverage is None else f"{self.source}, expected to hold {self.coverage:.1%} of further tokens"
+
+
 def find_rows(vllm_config: Any, options: PluginOptions) -> RowList:
     """Tokens of the target by falling frequency; at least ``options.draft_head_rows`` of them where the vocabulary has them.
+
+    A named list goes first, then tokens counted while serving (where that is on and they are enough), then the list beside the
+    draft; the tokenizer's order fills what they leave.
 
     Raises:
         RowListError: the list cannot be read or belongs to another vocabulary.
     """
     model_config = vllm_config.model_config
     vocab_size = model_config.get_vocab_size()
-    draft_config = vllm_config.speculative_config.draft_model_config
-    rows = None
-    if options.draft_head_list is not None:
-        rows = _read(Path(options.draft_head_list), vocab_size)
-    else:
-        document = get_hf_file_to_dict(LIST_FILE, draft_config.model, draft_config.revision)
-        if document is not None:
-            rows = parse_list(document, LIST_FILE, vocab_size)
-    if rows is not None and len(rows.token_ids) >= min(options.draft_head_rows, vocab_size):
-        return rows
     guessed = _guess(model_config, vocab_size)
-    if rows is None:
-        return guessed
-    return RowList(tuple(dict.fromkeys([*rows.token_ids, *guessed.token_ids])), vocab_size, rows.source, rows.calibrated)
+    if options.draft_head_list is not None:
+        return _filled(_read(Path(options.draft_head_list), vocab_size), guessed)
+    draft_config = vllm_config.speculative_config.draft_model_config
+    document = get_hf_file_to_dict(LIST_FILE, draft_config.model, draft_config.revision)
+    found = guessed if document is None else _filled(parse_list(document, LIST_FILE, vocab_size), guessed)
+    return _served(vllm_config, options.draft_head_rows, found) if options.draft_head_counting else found
+
+
+def _filled(rows: RowList, guessed: RowList) -> RowList:
+    return dataclasses.replace(rows, token_ids=tuple(dict.fromkeys([*rows.token_ids, *guessed.token_ids])))
+
+
+def _served(vllm_config: Any, num_rows: int, otherwise: RowList) -> RowList:
+    """Rows by the counts of earlier runs, ``otherwise`` behind them; just the latter while they are too few."""
+    counts = read_counts(place_of(vllm_config), otherwise.vocab_size)
+    total = counts.total
+    if total < ENOUGH_TOKENS:
+        logger.info_once(f"DFlash draft head: {total} tokens counted while serving, {ENOUGH_TOKENS} are needed to use them")
+        return otherwise
+    order = otherwise.token_ids
+    coverage = expected_coverage(counts, order, num_rows)
+    source = f"{total} tokens counted while serving, then {otherwise.source}"
+    return RowList(tuple(ranked(counts.times, order)), otherwise.vocab_size, source, True, coverage, num_rows)
 
 
 def _read(path: Path, vocab_size: int) -> RowList:

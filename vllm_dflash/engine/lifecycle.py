@@ -20,7 +20,8 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
-from dflash_kernels.draft_head import FUSED_MAX_ROWS
+from dflash_kernels.draft_head import FUSED_MAX_ROWS, Temperatures
+from vllm_dflash.checkpoint import DraftConfig
 from vllm_dflash.engine import compat
 from vllm_dflash.engine.announce import announce
 from vllm_dflash.engine.aux_buffer import store_in_place, why_not_in_place
@@ -28,6 +29,7 @@ from vllm_dflash.engine.block_backend import share_workspace
 from vllm_dflash.engine.buffers import DraftBuffers, DraftShape
 from vllm_dflash.engine.capability import Capability, graph_verdict, of_speculator
 from vllm_dflash.engine.capture import announce_layers
+from vllm_dflash.engine.confidence import DraftConfidence
 from vllm_dflash.engine.context_gate import ContextGate
 from vllm_dflash.engine.draft_backend import DraftAttention, release_target_groups, separate_by_causality
 from vllm_dflash.engine.draft_pass import DraftPass
@@ -38,6 +40,7 @@ from vllm_dflash.engine.graphs import CONTEXT_ONLY, DraftGraphManager, StepCount
 from vllm_dflash.engine.loading import draft_layer_config, load_draft
 from vllm_dflash.engine.pair import drafted_context, resolve_draft
 from vllm_dflash.engine.private_head import PrivateHead
+from vllm_dflash.engine.trimming import note_draft_times
 from vllm_dflash.engine.weight_update import keep_through_deep_sleep
 from vllm_dflash.planner import measured
 from vllm_dflash.planner.planner import draft_widths
@@ -84,7 +87,7 @@ class DraftLifecycle(DraftModelSpeculator):
             mask_token_id=self.draft.mask_token_id,
             sample_from_anchor=self.draft.sample_from_anchor,
         )
-        self.buffers = DraftBuffers(shape, self.dtype, device, narrower=_narrower(vllm_config))
+        self.buffers = DraftBuffers(shape, self.dtype, device, narrower=_narrower(vllm_config, self.draft))
         self.draft_tokens = self.buffers.draft_tokens
         if self.speculative_config.draft_sample_method == PROBABILISTIC:
             self.draft_logits = self._allocate_draft_logits(req_states)
@@ -94,7 +97,7 @@ class DraftLifecycle(DraftModelSpeculator):
         self.graphs: DraftGraphManager | None = None
         self.counters = StepCounters()
         self._start_line = ""
-        measured.take_drafts()  # of an earlier engine of this process
+        measured.forget()  # of an earlier engine of this process
         self.capability: Capability | None = None
 
     def _allocate_draft_logits(self, req_states: Any) -> torch.Tensor:
@@ -119,20 +122,28 @@ class DraftLifecycle(DraftModelSpeculator):
         super().load_model(target_model)
         self._take_aux_in_place(target_model)
         self.supports_mm_inputs = False  # the query block is token ids only
-        # The acceptance estimator reads whole logits, a random draw needs them; only argmax can do without.
-        self._needs_logits = self.draft_logits is not None or self.acceptance_estimator is not None
         num_rows = self.draft_tokens.numel()
+        self._confidence: DraftConfidence | None = None
+        if self.acceptance_estimator is not None:
+            self._confidence = DraftConfidence(
+                self.acceptance_estimator, self.draft_token_confidence_probs, self.buffers.sample_steps, num_rows
+            )
         self._fused_head: FusedHead | PrivateHead | str = "logits are needed"
         self._top_tokens = None
-        if self._needs_logits:
-            self.model.drop_private_head("whole logits are needed")
+        # A random draw needs whole logits, and so do confidences where no fused head gives the odds; only argmax can do without.
+        self._needs_logits = self.draft_logits is not None
         if not self._needs_logits:
-            self._fused_head = fuse_head(self.model, max(num_rows, FUSED_MAX_ROWS))
+            odds = self._confidence is not None
+            self._fused_head = fuse_head(self.model, max(num_rows, FUSED_MAX_ROWS), self.vllm_config, odds=odds)
             self._top_tokens = self.model.get_top_tokens if isinstance(self._fused_head, str) else self._fused_head
+            self._needs_logits = odds and isinstance(self._fused_head, str)
+        if self._needs_logits:
+            self._top_tokens = None
+            self.model.drop_private_head("whole logits are needed")
         # The fused head bounds its logits itself; samplers that watermark look at whole requests.
         whole = not isinstance(self._fused_head, str) or self.draft_watermarker is not None
         chunk = num_rows if whole else _SAMPLE_CHUNK
-        anchors_too = 0 if self._needs_logits else FUSED_MAX_ROWS
+        anchors_too = 0 if self._needs_logits or self._confidence is not None else FUSED_MAX_ROWS
         self.draft_pass = DraftPass(self.model, self.buffers, self.vllm_config, self._pick, chunk, anchors_too)
 
     def _take_aux_in_place(self, target_model: nn.Module) -> None:
@@ -204,8 +215,11 @@ class DraftLifecycle(DraftModelSpeculator):
         if not self._caches_bound:
             self._bind_caches()
         self.graphs.capture_steps(self._prepare_capture)
-        for rows, seconds in self.graphs.time_drafts():
+        timed = self.graphs.time_drafts()
+        for rows, seconds in timed:
             measured.record_draft(rows, seconds)
+        if self._confidence is not None:
+            note_draft_times(timed)
         self.buffers.query.reset()
         self.counters = StepCounters()  # vLLM's kernel warm-up runs steps before there are graphs
 
@@ -247,11 +261,20 @@ class DraftLifecycle(DraftModelSpeculator):
 
     def _pick(self, hidden_states: torch.Tensor, rows: slice, width: int) -> torch.Tensor:
         """Drafts int64 [m] from hidden states [m, H] of the sample rows ``rows`` of a step that drafts ``width`` tokens."""
-        if self._top_tokens is not None:
-            tokens: torch.Tensor = self._top_tokens(hidden_states)
-            return tokens
         query = self.buffers.query
-        self._first_picked = rows.start // width
+        self._first_picked, self._picked_width = rows.start // width, width
+        if self._top_tokens is not None:
+            tokens: torch.Tensor
+            if self._confidence is None:
+                tokens = self._top_tokens(hidden_states)
+                return tokens
+            assert not isinstance(self._fused_head, str)
+            states = query.sample_req_state[rows]
+            winner = self._fused_head.winner(hidden_states, Temperatures(states, self.temperature))
+            tokens, against = winner.tokens, winner.against
+            assert against is not None
+            self._confidence.of_odds(against, states, self._first_picked, width)
+            return tokens
         sampled: torch.Tensor = self.sample_draft(
             hidden_states,
             query.sample_positions[rows],
@@ -265,17 +288,18 @@ class DraftLifecycle(DraftModelSpeculator):
         return sampled
 
     def _maybe_predict_acceptance(self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor) -> None:
-        """As in the base class, for a batch that is picked in chunks: vLLM's kernel counts the requests of a call from 0."""
-        if self.acceptance_estimator is not None:
-            confidence = self.draft_token_confidence_probs[self._first_picked :]
-            self.acceptance_estimator.predict(logits, idx_mapping, draft_step, confidence, self.temperature)
+        """As in the base class, for a batch that is picked in chunks, and for steps that draft fewer than K tokens."""
+        if self._confidence is not None:
+            width = self._picked_width
+            self._confidence.of_logits(logits, idx_mapping, draft_step, self.temperature, self._first_picked, width)
 
 
-def _narrower(vllm_config: VllmConfig) -> tuple[int, ...]:
+def _narrower(vllm_config: VllmConfig, draft: DraftConfig) -> tuple[int, ...]:
     """Widths below K that get draft steps of their own: where K follows the load."""
     speculative = vllm_config.speculative_config
-    changes = speculative.uses_dynamic_speculative_decoding()
-    return draft_widths(speculative.num_speculative_tokens)[:-1] if changes else ()
+    if not speculative.uses_dynamic_speculative_decoding():
+        return ()
+    return draft_widths(speculative.num_speculative_tokens, 0 if draft.sample_from_anchor else 1)[:-1]
 
 
 def _without_context_parallel(vllm_config: VllmConfig) -> VllmConfig:

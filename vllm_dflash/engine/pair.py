@@ -51,7 +51,7 @@ def resolve_draft(vllm_config: Any) -> DraftConfig:
 
     Raises:
         CheckpointError: the config cannot be read, or draft, target and ``num_speculative_tokens`` do not fit together.
-        ValueError: the runner cannot draft over a pipeline.
+        ValueError: the runner or the scheduler cannot draft over a pipeline.
         OptionsError: an option of ``additional_config`` cannot be used.
     """
     _check_pipeline(vllm_config)
@@ -65,12 +65,24 @@ def resolve_draft(vllm_config: Any) -> DraftConfig:
 
 
 def _check_pipeline(vllm_config: Any) -> None:
-    """The V1 runner looks for a drafter on every stage and has one on the last only (``_check_and_update_cudagraph_mode``)."""
+    """Two faults of vLLM's with any draft over a pipeline.
+
+    The V1 runner looks for a drafter on every stage and has one on the last only (``_check_and_update_cudagraph_mode``). A
+    synchronous scheduler is told of a step's drafts before it knows the step's tokens (``EngineCore.post_step``), and the first
+    stage fails in ``prepare_inputs``.
+    """
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1 and not vllm_config.use_v2_model_runner:
+    if stages == 1:
+        return
+    if not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"pipeline_parallel_size: found {stages}; a DFlash draft on vLLM's V1 model runner (that of CPU builds) needs 1, as "
             "vLLM fails on the stages without one. Use tensor_parallel_size instead, or Model Runner V2 on GPUs."
+        )
+    if not vllm_config.scheduler_config.async_scheduling:
+        raise ValueError(
+            f"async_scheduling: found False with pipeline_parallel_size {stages}; a DFlash draft needs True there, as vLLM "
+            "counts drafts too early without it. Leave out --no-async-scheduling, or use tensor_parallel_size instead."
         )
 
 

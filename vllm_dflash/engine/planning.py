@@ -23,9 +23,12 @@ from vllm.platforms import current_platform
 from vllm_dflash import hooks
 from vllm_dflash.engine.pair import resolve_draft
 from vllm_dflash.options import read_options
-from vllm_dflash.planner import measured
+from vllm_dflash.planner import confidences, measured
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import Planner, draft_widths, schedule_of, widths_up_to
+from vllm_dflash.planner.planner import OTHER_BATCH, Plan, Planner, draft_widths, schedule_of, widths_up_to
+from vllm_dflash.planner.record import Record
+from vllm_dflash.planner.trimmed import TrimmedPlanner
+from vllm_dflash.plugin import claims
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -44,21 +47,39 @@ class PlannedWidth(int):
 
 def why_fixed(vllm_config: Any) -> str | None:
     """Why K stays as configured; None where the planner may choose."""
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model, option = vllm_config.model_config, read_options(vllm_config.additional_config).planner
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    option = read_options(vllm_config.additional_config).planner
     reasons = {
         'option "planner" is off': option == "off",
         'option "planner" is auto, and this machine is a CPU': option == "auto" and current_platform.is_cpu(),
         'option "planner" is auto, and the target is small': option == "auto" and _num_parameters(vllm_config) < _LARGE_TARGET,
         "num_speculative_tokens_per_batch_size is set": not _table_is_ours(vllm_config),
-        "adaptive verification is on": bool(speculative.enable_adaptive_verification),
-        "data-parallel ranks must draft alike": parallel.data_parallel_size > 1,
+        "adaptive verification tells its confidences in other processes": trims(vllm_config) and parallel.world_size > 1,
+        "data-parallel ranks run every step together, and tell each other no width": _in_lockstep(vllm_config),
         "pipeline stages expect all drafts": parallel.pipeline_parallel_size > 1,
         "the target keeps recurrent state": bool(getattr(model, "is_hybrid", False)),
+        "vLLM differs where adaptive verification is prepared": trims(vllm_config) and hooks.V2_CAPTURED.problem() is not None,
         "vLLM differs where steps end": hooks.STEP_DONE.problem() is not None,
         "model runner V1 would lose its full graphs": not (current_platform.is_cpu() or vllm_config.use_v2_model_runner),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def trims(vllm_config: Any) -> bool:
+    """Whether vLLM's adaptive verification cuts drafts on the device (Model Runner V2 only)."""
+    return bool(vllm_config.speculative_config.enable_adaptive_verification and vllm_config.use_v2_model_runner)
+
+
+def _in_lockstep(vllm_config: Any) -> bool:
+    """Whether data-parallel ranks join their forwards, whose rows vLLM pads alike on all of them (``dp_utils``).
+
+    Experts are spread over them. Ranks of a dense target are engines of their own, which vLLM sets to a size of 1 when they
+    start (``ParallelConfig.reconfigure_for_independent_dp_rank``), unless a launcher of the user's starts them.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return False
+    return bool(vllm_config.model_config.is_moe) or parallel.distributed_executor_backend == "external_launcher"
 
 
 def _num_parameters(vllm_config: Any) -> float:
@@ -91,6 +112,7 @@ def _rows_of(graphed: Sequence[int], anchors: int) -> Callable[[int], int]:
 class _Step:
     """What a scheduled step does, as far as it costs time."""
 
+    requests: int
     verify_rows: int
     query_rows: int
     context: int
@@ -106,26 +128,48 @@ class StepPlanning:
         on_cpu = current_platform.is_cpu()
         self._graphs = config.compilation_config.cudagraph_mode.name != "NONE"
         widths = widths_up_to(width, config.scheduler_config.max_num_seqs if self._graphs else None)
+        anchors = 0 if resolve_draft(config).sample_from_anchor else 1
         # Graphs of the draft exist for some widths only (see graphs.py); without graphs the block is as long as it has to be.
-        graphed = draft_widths(width) if config.use_v2_model_runner else range(1, width + 1)
+        graphed = draft_widths(width, anchors) if config.use_v2_model_runner else range(1, width + 1)
         if not config.use_v2_model_runner:
             measured.take_drafts()  # V1 times every pass: those before are of an earlier engine of this process
-        rows_of = _rows_of(graphed, anchors=0 if resolve_draft(config).sample_from_anchor else 1)
+        rows_of = _rows_of(graphed, anchors)
+        costs = StepCosts(KNEE_CPU if on_cpu else KNEE_GPU)
+        costs.verify.measure(measured.take_verifications())
         self._rows_of = rows_of
-        self.planner = Planner(
-            widths, StepCosts(KNEE_CPU if on_cpu else KNEE_GPU), rows_of, per_request=on_cpu and not self._graphs
-        )
+        self._trimmed: TrimmedPlanner | None = None
+        if trims(config):
+            # One family of graphs serves verifications of every width, and a draft pass that is cut afterwards gains nothing.
+            self._trimmed = TrimmedPlanner((0, *graphed), costs, rows_of)
+        self.planner = self._trimmed or Planner(widths, costs, rows_of, per_request=on_cpu and not self._graphs)
         self._ahead = int(bool(config.scheduler_config.async_scheduling))
         self._size = config.scheduler_config.max_num_seqs + 1
+        self.record = Record()
+        self._plan: Plan | None = None
+        self._batch: list[Any] = []
+        self._names: list[str] = []
         self._lengths: dict[str, int] = {}
         self._steps: deque[_Step] = deque(maxlen=2 + 2 * self._ahead)
         self._last: float | None = None
-        self._said = -1
+
+    def hold(self, width: int | None) -> None:
+        """Draft ``width`` tokens in every step from the next on, for every request; None lets the planner choose again.
+
+        Raises:
+            ValueError: ``width`` is none of the planner's.
+        """
+        self.planner.hold(width)
 
     def before(self, scheduler: Any) -> None:
         """Learn from the time since the last call, cut drafts to their planned lengths, and plan the next drafts."""
         now = time.perf_counter()
+        self._before(scheduler, now)
+        self.record.seconds += time.perf_counter() - now
+
+    def _before(self, scheduler: Any, now: float) -> None:
         running = scheduler.running
+        if self._trimmed is not None:
+            self._follow(self._trimmed)
         if self._last is not None and running:
             self._learn(now - self._last)
         elif not running:
@@ -140,25 +184,41 @@ class StepPlanning:
         batch = running or list(itertools.islice(scheduler.waiting, self._size - 1))
         if not batch:
             return
-        names = [request.request_id for request in batch]
-        plan = self.planner.plan(names, sum(request.num_computed_tokens for request in batch))
-        self._lengths = dict(zip(names, plan.lengths.tolist(), strict=True)) if self.planner.per_request else {}
-        width = PlannedWidth(plan.width)
-        width.idle = frozenset(name for name, length in self._lengths.items() if not length)
-        scheduler.dynamic_sd_lookup = [width] * self._size
-        if plan.width != self._said:
-            self._said = plan.width
+        if batch != self._batch:  # the same requests from step to step: compared by identity
+            self._batch, self._names = list(batch), [request.request_id for request in batch]
+        names = self._names
+        plan = self.planner.plan(names, self._steps[-1].context if self._steps else 0)
+        if plan is not self._plan:
+            self._plan = plan
+            self._lengths = dict(zip(names, plan.lengths.tolist(), strict=True)) if self.planner.per_request else {}
+            width = PlannedWidth(plan.width)
+            width.idle = frozenset(name for name, length in self._lengths.items() if not length)
+            scheduler.dynamic_sd_lookup = [width] * self._size
+        if self.record.note(len(names), plan.width, probe=plan.probe):
             logger.debug(
                 "DFlash planner: %d requests draft %d tokens%s, %.0f tokens/s expected; steps by width so far %s",
                 len(names),
                 plan.width,
                 " to probe" if plan.probe else "",
                 plan.rate,
-                dict(sorted(self.planner.histogram.items())),
+                dict(sorted(self.record.widths.items())),
             )
+
+    def _follow(self, planner: TrimmedPlanner) -> None:
+        """Take the confidences of late drafts, and how many rows the last step really verified."""
+        for news in confidences.take_confidences():
+            planner.acceptance.note(news)
+        rows = confidences.take_rows()
+        if rows and self._steps:
+            self._steps[-1] = dataclasses.replace(self._steps[-1], verify_rows=rows[-1])
 
     def after(self, output: Any) -> None:
         """Note what was scheduled."""
+        began = time.perf_counter()
+        self._after(output)
+        self.record.seconds += time.perf_counter() - began
+
+    def _after(self, output: Any) -> None:
         scheduled = output.num_scheduled_tokens
         if not scheduled:
             self._last = None  # asynchronous schedulers come up empty now and then: this time belongs to no step
@@ -170,19 +230,21 @@ class StepPlanning:
         drafting = requests - sum(1 for name in scheduled if self._lengths.get(name) == 0)
         query_rows = drafting * self._rows_of(width) if width else 0
         context = sum(output.scheduled_cached_reqs.num_computed_tokens)
-        self._steps.append(_Step(rows, query_rows, context, rows == requests + drafts))
+        self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts))
 
     def finished(self, output: Any, runner_output: Any) -> None:
         """Count accepted drafts of a finished step (vLLM's ``SchedulerOutput`` and ``ModelRunnerOutput``)."""
+        began = time.perf_counter()
         sampled = getattr(runner_output, "sampled_token_ids", None)
-        if sampled:
-            self.planner.observe(*_acceptance(output, runner_output.req_id_to_index, sampled))
+        if sampled and output.scheduled_spec_decode_tokens:
+            self.planner.observe(*_acceptance(output, runner_output.req_ids, sampled))
         if output.finished_req_ids:
             self.planner.acceptance.forget(output.finished_req_ids)
+        self.record.seconds += time.perf_counter() - began
 
-    def report(self) -> dict[str, Any]:
-        """Steps by chosen width, and probes among them."""
-        return {"widths": dict(sorted(self.planner.histogram.items())), "probes": self.planner.probes}
+    def report(self, *, reset: bool = False) -> dict[str, Any]:
+        """What was decided, see :meth:`Record.report`; ``reset`` makes the next report begin here."""
+        return self.record.report(reset=reset)
 
     def _learn(self, seconds: float) -> None:
         for rows, taken in measured.take_drafts():
@@ -190,23 +252,26 @@ class StepPlanning:
         steps = self._steps
         if len(steps) < (steps.maxlen or 0) or not all(step.decode_only for step in steps):
             return  # a prefill is among the steps that this time may belong to, or the engine was idle
+        requests = [step.requests for step in steps]
+        if (max(requests) - min(requests)) * OTHER_BATCH > max(requests):
+            return  # steps of other sizes overlap
         done = steps[-1 - self._ahead]
         drafted = steps[-1 - 2 * self._ahead]
-        self.planner.costs.observe(done.verify_rows, drafted.query_rows, done.context, seconds)
+        alike = 0 if self.planner.per_request or self._trimmed is not None else done.requests
+        self.planner.costs.observe(done.verify_rows, drafted.query_rows, done.context, seconds, alike)
 
 
-def _acceptance(output: Any, row_of: Mapping[str, int], sampled: list[list[int]]) -> tuple[list[str], list[int], list[int]]:
-    """Requests whose drafts were verified, how many of them were, and how many were accepted."""
+def _acceptance(output: Any, names: list[str], sampled: Sequence[Sequence[int]]) -> tuple[list[str], list[int], list[int]]:
+    """Requests of a step, how many drafts of each were verified (0 for none), and how many were accepted."""
+    drafts: Mapping[str, Sequence[int]] = output.scheduled_spec_decode_tokens
+    lengths = [len(drafts.get(name, ())) for name in names]
     invalid: Mapping[str, int] = getattr(output, "num_invalid_spec_tokens", None) or {}  # of a grammar
-    names, lengths, accepted = [], [], []
-    for name, drafts in output.scheduled_spec_decode_tokens.items():
-        new = sampled[row_of[name]] if name in row_of else []
-        length = len(drafts) - invalid.get(name, 0)
-        if length > 0 and new:
-            names.append(name)
-            lengths.append(length)
-            accepted.append(min(len(new) - 1, length))
-    return names, lengths, accepted
+    if invalid:
+        lengths = [max(length - invalid.get(name, 0), 0) for name, length in zip(names, lengths, strict=True)]
+    new = list(map(len, sampled))
+    if 0 in new:  # a prefill
+        lengths = [length if count else 0 for length, count in zip(lengths, new, strict=True)]
+    return names, lengths, [count - 1 if count else 0 for count in new]
 
 
 def planning_of(scheduler: Any) -> StepPlanning | None:
@@ -230,8 +295,31 @@ def planning_of(scheduler: Any) -> StepPlanning | None:
     return planning
 
 
-def report_of(engine: Any) -> dict[str, Any] | None:
+def report_of(engine: Any, *, reset: bool = False) -> dict[str, Any] | None:
     """:meth:`StepPlanning.report` of an ``LLMEngine`` in this process; None without a planner, or where it runs in another."""
+    planning = _planning_in(engine)
+    return None if planning is None else planning.report(reset=reset)
+
+
+def hold_width(engine: Any, width: int | None) -> None:
+    """:meth:`StepPlanning.hold` for an ``LLMEngine`` in this process.
+
+    Raises:
+        ValueError: the engine has no planner, it runs in another process, or ``width`` is none of its widths.
+    """
+    planning = _planning_in(engine)
+    if planning is None:
+        raise ValueError(
+            "hold_width: found an engine without a planner in this process; expected one whose draft width may change. Set "
+            'additional_config={"vllm_dflash": {"planner": "on"}} and VLLM_ENABLE_V1_MULTIPROCESSING=0; where K is fixed all the '
+            "same, the log says why."
+        )
+    planning.hold(width)
+
+
+def _planning_in(engine: Any) -> StepPlanning | None:
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-    planning: StepPlanning | None = getattr(getattr(core, "scheduler", None), _PLANNING, None)
-    return None if planning is None else planning.report()
+    scheduler = getattr(core, "scheduler", None)
+    if scheduler is None or not claims(scheduler.vllm_config):
+        return None
+    return planning_of(scheduler)

@@ -96,38 +96,34 @@ class DFlashSpeculator(DraftLifecycle):
             return self._profile_without_attention(input_batch, aux)
         if not self._caches_bound:
             self._bind_caches()
-        self.model.refresh_head()
+        self.model.refresh_head(None if dummy_run else input_batch.input_ids[: input_batch.num_tokens])
         if not dummy_run and self.dp_size == 1 and self.gate.closes_all(input_batch, input_batch.num_reqs):
-            return self.draft_tokens[: input_batch.num_reqs]
+            return self._without_drafts(input_batch.num_reqs)
         sampled = (num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         if num_speculative_tokens == 0 and self._context_alone:
             return self._keep_context(input_batch, aux, dummy_run, sampled)
         shape = self._shape_for(num_speculative_tokens or self.num_speculative_steps)
         step = self._plan(input_batch, dp_sync_state, dummy_run, is_profile, shape)
-        if dummy_run:
-            self._warm_up_narrower(step, input_batch, sampled)
         self._build_query_block(step, input_batch, *sampled)
         if num_speculative_tokens == 0:
             self.draft_pass.store_context(aux, 0, step.num_context_rows)
             self.counters.context_only += not dummy_run
-            return self.draft_tokens[: input_batch.num_reqs]
+            return self._without_drafts(input_batch.num_reqs)
         self._stage_sampling(step, input_batch, temperature, seeds)
         self._stage_context(step, aux)
         self._prepare_eplb_forward(step.num_reqs * shape.num_query_per_req)
         self._run(step, input_batch)
         return self.draft_tokens[: input_batch.num_reqs]
 
+    def _without_drafts(self, num_reqs: int) -> torch.Tensor:
+        """What a step that drafts nothing returns: tokens that nobody reads, and no confidence in them."""
+        if self._confidence is not None:
+            self._confidence.none_drafted(num_reqs)
+        return self.draft_tokens[:num_reqs]
+
     def _shape_for(self, num_speculative_tokens: int) -> DraftShape:
         """The narrowest shape that drafts as many tokens."""
         return next(shape for width, shape in self.buffers.shapes.items() if width >= num_speculative_tokens)
-
-    def _warm_up_narrower(self, step: _Step, input_batch: InputBatch, sampled: tuple[torch.Tensor, ...]) -> None:
-        """Compile the query block kernel for every width, in a dummy run; serving must not."""
-        for shape in list(self.buffers.shapes.values())[:-1]:
-            desc = BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.NONE, num_tokens=step.num_reqs * shape.num_query_per_req, num_reqs=step.num_reqs
-            )
-            self._build_query_block(dataclasses.replace(step, desc=desc, shape=shape), input_batch, *sampled)
 
     @property
     def _context_alone(self) -> bool:
@@ -151,7 +147,7 @@ class DFlashSpeculator(DraftLifecycle):
         if step.in_graph:
             self.graphs.run_fullgraph(desc)
         self.counters.context_only += not dummy
-        return self.draft_tokens[:num_reqs]
+        return self._without_drafts(num_reqs)
 
     def _check_aux(self, aux_hidden_states: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """The target's list; empty where the target has stored the states in ``buffers.aux`` itself."""
@@ -228,7 +224,7 @@ class DFlashSpeculator(DraftLifecycle):
 
     def _stage_sampling(self, step: _Step, input_batch: InputBatch, temperature: torch.Tensor, seeds: torch.Tensor) -> None:
         """Copy sampling state ([max_num_reqs] by request state) to the graph's addresses; argmax needs none."""
-        if not self._needs_logits:
+        if not self._needs_logits and self._confidence is None:
             return
         if self.draft_logits is not None and not step.dummy:
             # The cache may hold fewer rows than there are request states; a state beyond them would be written out of bounds.

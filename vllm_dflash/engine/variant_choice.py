@@ -9,14 +9,13 @@ vLLM's compile cache hashes that, so a graph traced for one precision is never f
 import copy
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models.utils import get_draft_quant_config
@@ -25,6 +24,7 @@ from vllm.platforms import current_platform
 from dflash_kernels.fp8_linear import fp8_linear, quantise_rows
 from vllm_dflash.draft_config import DraftConfig
 from vllm_dflash.engine import draft_quantization
+from vllm_dflash.engine.graph_timing import agreed, graph_times
 from vllm_dflash.options import SECTION, OptionsError, read_options
 
 logger = init_logger("vllm.plugins.dflash")
@@ -117,39 +117,6 @@ def _faster_on_gpu(vllm_config: Any, draft: DraftConfig) -> str:
 _WORDS = {"fp8": "fp8", "checkpoint": "as in the checkpoint"}
 
 
-def faster_than_full(private: Any, full: Any, model: Any, max_rows: int) -> bool:
-    """Whether a private head beats the full one, from one request's sample rows up to ``max_rows``; the same on all ranks.
-
-    Args:
-        private: callable, hidden states [m, H] -> tokens, bound for ``max_rows``.
-        full: the same over the target's head, or a reason (text) why it has to go through whole logits.
-        model: our draft model.
-        max_rows: most sample rows of a step.
-    """
-    if isinstance(full, str):
-        full = model.get_top_tokens_of_full_head
-    hidden_size, dtype = model.draft.hidden_size, model.hidden_norm.weight.dtype
-    logs, told = [], []
-    for rows in sorted({min(16, max_rows), min(max_rows, _MOST_ROWS)}):
-        hidden = torch.randn(rows, hidden_size, dtype=dtype, device="cuda")
-        small, plain = graph_us(functools.partial(private, hidden)), graph_us(functools.partial(full, hidden))
-        logs.append(math.log(small / plain))
-        told.append(f"{small:.0f} against {plain:.0f} us for {rows} rows")
-    torch.cuda.empty_cache()
-    faster = agreed(math.exp(statistics.mean(logs))) < _GAIN
-    logger.info_once(f"DFlash draft: {private.describe()} takes {', '.join(told)} and is {'used' if faster else 'dropped'}")
-    return faster
-
-
-def agreed(value: float) -> float:
-    """The mean of ``value`` over tensor-parallel ranks, so that all decide alike."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return value
-    total = group.all_reduce(torch.tensor([value], device="cuda"))
-    return float(total.item()) / int(group.world_size)
-
-
 def limit_rows(draft: DraftConfig, dtype: torch.dtype) -> None:
     """Up to how many rows the one-launch kernel beats the platform's fp8 product, for every weight of ``draft`` on this rank."""
     for width, depth, _ in shapes(draft):
@@ -159,7 +126,8 @@ def limit_rows(draft: DraftConfig, dtype: torch.dtype) -> None:
             x = torch.randn(rows, depth, dtype=dtype, device="cuda")
             scratch = draft_quantization.workspace(x.device)
             fused = functools.partial(fp8_linear, x, weight, scales, workspace=scratch)
-            if graph_us(fused) > graph_us(functools.partial(draft_quantization.many_rows, x, weight, scales)):
+            one_launch, products = graph_times([fused, functools.partial(draft_quantization.many_rows, x, weight, scales)])
+            if one_launch > products:
                 break
             limit = rows
         draft_quantization.FUSED_ROWS[width, depth] = limit
@@ -174,8 +142,13 @@ def draft_times(draft: DraftConfig, dtype: torch.dtype, rows: int) -> tuple[floa
         weight = torch.empty(width, depth, dtype=dtype, device="cuda").normal_(std=0.02)
         numbers, scales = quantise_rows(weight)
         x = torch.randn(rows, depth, dtype=dtype, device="cuda")
-        plain += times * graph_us(functools.partial(functional.linear, x, weight))
-        small += times * graph_us(functools.partial(draft_quantization.fp8_product, x, numbers, scales))
+        calls = (
+            functools.partial(functional.linear, x, weight),
+            functools.partial(draft_quantization.fp8_product, x, numbers, scales),
+        )
+        of_plain, of_small = graph_times(calls)
+        plain += times * of_plain
+        small += times * of_small
     return plain, small
 
 
@@ -192,37 +165,6 @@ def shapes(draft: DraftConfig) -> list[tuple[int, int, int]]:
         (hidden, draft.target_hidden_size * len(set(draft.target_layer_ids)), 1),
         (2 * layers * kv_heads * draft.head_dim, hidden, 1),
     ]
-
-
-def graph_us(call: Callable[[], object]) -> float:
-    """Median microseconds of ``call`` replayed from a CUDA graph, the L2 cache overwritten in between."""
-    scratch = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")  # larger than any L2 cache
-    graph = _captured(call)
-    times = []
-    for _ in range(_REPLAYS):
-        scratch.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times))
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Without ``torch.cuda.graph``, which collects garbage every time: a third of a second in a process of vLLM."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        call()  # compiles, and lets cuBLAS allocate its workspace for this stream
-        stream.synchronize()
-        graph.capture_begin()
-        call()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
 
 
 def int8_times(dtype: torch.dtype, draft: DraftConfig, rows: int = 8) -> tuple[float, float]:

@@ -8,7 +8,10 @@ acceptance.py  how likely each request's next drafts survive, from its history
 costs.py       what a step costs by its rows, from observed times
 planner.py     the choice: best rate, held steady, probed now and then
 measured.py    draft times on their way from the worker to the planner
+confidences.py how likely drafts survive where the device cuts them, from their confidences
+trimmed.py     the choice of a width there
+record.py      what was decided, and what deciding cost
 ============== =================================================================
 
-Nothing here sees a draft token or its probability, so that no choice can bias what is accepted.
+Nothing here sees a draft token or the probability of one that was drawn, so that no choice can bias what is accepted.
 """

@@ -5,12 +5,14 @@ For position j, ``c_j`` is the chance that draft j is accepted given that all be
 decayed count of successes, shrunk to the population by ``SHRINK`` imagined tries; survival is the running product.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int64]
 
 REQUEST_DECAY = 0.94
 """Per verified step of the request: some 16 steps of memory, so that a change of topic shows within a second."""
@@ -20,6 +22,8 @@ SHRINK = 4.0
 """Imagined tries at the population's rate: a request needs about as many of its own to be believed."""
 PRIOR, PRIOR_TRIES = 0.75, 2.0
 """Before anything is seen: optimistic, as a position that is never tried would never be corrected."""
+AT_ONCE = 16
+"""Steps that are counted together at most."""
 
 
 class AcceptanceStats:
@@ -33,32 +37,47 @@ class AcceptanceStats:
         self.max_width = max_width
         self._row_of: dict[str, int] = {}
         self._free: list[int] = []
-        self._tries: Array = np.zeros((0, max_width))
-        self._hits: Array = np.zeros((0, max_width))
-        self._all_tries: Array = np.full(max_width, PRIOR_TRIES)
-        self._all_hits: Array = np.full(max_width, PRIOR_TRIES * PRIOR)
+        self._counts: Array = np.zeros((0, 2 * max_width))  # tries, then hits
+        self._all_counts: Array = np.concatenate([np.full(max_width, PRIOR_TRIES), np.full(max_width, PRIOR_TRIES * PRIOR)])
+        # What a step changes depends on two small numbers only, how many positions were tried and how many of them accepted.
+        below = np.tri(max_width + 1, max_width, -1)  # [n, j]: 1 where j < n
+        self._request_fade = np.tile(1.0 - (1.0 - REQUEST_DECAY) * below, 2)
+        self._population_fade = np.tile(1.0 - (1.0 - POPULATION_DECAY) * below, 2)
+        tried, kept = np.divmod(np.arange((max_width + 1) ** 2), max_width + 1)
+        self._news = np.concatenate([below[tried], below[kept]], axis=1)
+        self._pending: list[tuple[Sequence[str], Sequence[int], Sequence[int]]] = []
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """One verified step: of ``drafted[i]`` drafts of a request the first ``accepted[i]`` were accepted."""
-        if not request_ids:
+        """One verified step: of ``drafted[i]`` drafts of a request the first ``accepted[i]`` were accepted; 0 drafted: no step.
+
+        The sequences are kept until they are counted, several steps at once: numpy costs as much for one.
+        """
+        self._pending.append((request_ids, drafted, accepted))
+        if len(self._pending) >= AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        pending, self._pending = self._pending, []
+        # The same list, or the same strings, from step to step: compared by identity.
+        for names, steps in itertools.groupby(pending, key=lambda step: step[0]):
+            _, drafted, accepted = zip(*steps, strict=True)
+            self._add(names, np.array(drafted, dtype=np.int64), np.array(accepted, dtype=np.int64))
+
+    def _add(self, names: Sequence[str], length: Rows, accepted: Rows) -> None:
+        """Count T steps of the same R requests: ``length`` and ``accepted`` are [T, R]."""
+        if not length.any():
             return
-        rows = np.array([self._row(name) for name in request_ids])
-        length, kept = np.array(drafted)[:, None], np.array(accepted)[:, None]
-        position = np.arange(self.max_width)[None, :]
-        hit = (position < kept).astype(np.float64)
-        tried = (position <= kept) & (position < length)  # the first rejection is a try; what lies behind was not looked at
-        decay = np.where(tried, REQUEST_DECAY, 1.0)
-        self._tries[rows] = self._tries[rows] * decay + tried
-        self._hits[rows] = self._hits[rows] * decay + hit
-        seen = tried.any(0)
-        fading = np.where(seen, POPULATION_DECAY, 1.0)
-        self._all_tries *= fading
-        self._all_tries += tried.sum(0)
-        self._all_hits *= fading
-        self._all_hits += hit.sum(0)
+        kept = np.minimum(accepted, length)
+        tried = np.minimum(kept + 1, length)  # the first rejection is a try; what lies behind was not looked at
+        rows = np.fromiter(map(self._row, names), dtype=np.int64, count=len(names))
+        news = self._news.take(tried * (self.max_width + 1) + kept, axis=0)  # [T, R, 2 K]
+        self._counts[rows] = _faded(self._counts.take(rows, axis=0), self._request_fade.take(tried, axis=0), news)
+        fade = self._population_fade.take(tried.max(1), axis=0)
+        self._all_counts = _faded(self._all_counts, fade, news.sum(1))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Finished requests; unknown ones are ignored."""
+        self._count()
         for name in request_ids:
             row = self._row_of.pop(name, None)
             if row is not None:
@@ -66,14 +85,15 @@ class AcceptanceStats:
 
     def survival(self, request_ids: Sequence[str]) -> Array:
         """P(the first j + 1 drafts are all accepted) as [len(request_ids), K]; unknown requests get the population's."""
-        population = self._all_hits / self._all_tries
-        rows = [self._row_of.get(name, -1) for name in request_ids]
-        own = np.array(rows, dtype=np.int64)
-        known = own >= 0
-        tries = np.zeros((len(rows), self.max_width))
-        hits = np.zeros_like(tries)
-        tries[known], hits[known] = self._tries[own[known]], self._hits[own[known]]
-        conditional = (hits + SHRINK * population) / (tries + SHRINK)
+        self._count()
+        width = self.max_width
+        population = self._all_counts[width:] / self._all_counts[:width]
+        rows = np.fromiter((self._row_of.get(name, -1) for name in request_ids), dtype=np.int64, count=len(request_ids))
+        if not self._counts.shape[0]:
+            return np.tile(np.cumprod(population), (len(rows), 1))
+        counts = self._counts.take(np.maximum(rows, 0), axis=0)
+        counts[rows < 0] = 0.0
+        conditional = (counts[:, width:] + SHRINK * population) / (counts[:, :width] + SHRINK)
         return np.cumprod(conditional, axis=1, dtype=np.float64)
 
     def _row(self, name: str) -> int:
@@ -81,12 +101,18 @@ class AcceptanceStats:
         if row is not None:
             return row
         if not self._free:
-            first = self._tries.shape[0]
+            first = self._counts.shape[0]
             more = max(16, first)
             self._free = list(range(first + more - 1, first - 1, -1))
-            extra = np.zeros((more, self.max_width))
-            self._tries, self._hits = np.vstack([self._tries, extra]), np.vstack([self._hits, extra])
+            self._counts = np.vstack([self._counts, np.zeros((more, 2 * self.max_width))])
         row = self._free.pop()
-        self._tries[row] = self._hits[row] = 0.0
+        self._counts[row] = 0.0
         self._row_of[name] = row
         return row
+
+
+def _faded(counts: Array, fade: Array, news: Array) -> Array:
+    """``counts`` [...] after T steps that each first multiply by ``fade`` [T, ...], then add ``news`` [T, ...]."""
+    for factor, more in zip(fade, news, strict=True):
+        counts = counts * factor + more
+    return counts

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step costs: ``verify(target rows) + draft(query rows) + slope * context tokens``, learnt from observed times.
 
-Each curve starts from a prior *shape* (flat up to a knee, then linear: weights are read once per pass, arithmetic grows) and is
-corrected where steps are observed. A correction fades quickly with the distance in log2 rows, so a row count that was never run
-takes that of its nearest neighbour. Curves are made monotone, as more rows are never cheaper, by pooling: a stall in a rare step
-must not lift everything above it.
+Each curve starts from a *shape*: a prior (flat up to a knee, then linear: weights are read once per pass, arithmetic grows), or
+times that were measured when the engine started. It is corrected where steps are observed. A correction fades quickly with the
+distance in log2 rows, so a row count that was never run takes that of its nearest neighbour. Curves are made monotone, as more
+rows are never cheaper, by pooling: a stall in a rare step must not lift everything above it.
+
+Times err upwards (a kernel is compiled, a machine is shared), and a width that looks dear is not run again to learn better. So
+no single observation decides: the first ones count as near to what was expected, later ones as near to their median.
 """
 
 import bisect
 import math
+from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +24,43 @@ MEMORY = 24.0
 """Observations that a knot remembers: a shared machine drifts, and so does the context."""
 REACH = 0.1
 """Octaves over which a correction fades to 1/e: half way to the next knot, so that a knot that was seen speaks for itself."""
-CLIP = 2.0
-"""One observation moves a knot as if it were at most this far off: a stall is not a trend."""
+RECENT = 9
+"""Observations that a median is taken of, the lower of two in the middle: what looks good with few is tried, and soon known."""
+CLIP = 1.5
+"""An observation counts as at most this far off that median, or off what was expected where there are fewer than three."""
+HOST = 1.25
+"""Steps that take this much longer than their pass took alone wait for the host: more rows then cost nothing at first."""
 DRAFT_SHARE = 0.2
 """Draft pass over verification at equal rows, until a draft is timed: 5 layers and a head of some 36 layers."""
 _MAX_ROWS = 1 << 17
+
+
+class Typical:
+    """A running mean that no single stall decides."""
+
+    __slots__ = ("_expected", "_recent", "mean", "weight")
+
+    def __init__(self) -> None:
+        self.mean, self.weight = 1.0, 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._expected: float | None = None
+
+    def observe(self, value: float, expected: float | None) -> None:
+        """One more value; ``expected`` counts where it is the first: what the next two are compared with."""
+        recent = self._recent
+        if not recent:
+            self._expected = expected
+        recent.append(value)
+        count, expected = len(recent), self._expected
+        middle = sorted(recent)[(count - 1) // 2]  # the lower one of two
+        if count < 3 and expected is not None:
+            self.mean = min(max(middle, expected / CLIP**3), expected * CLIP)  # no stall makes a step faster
+            self.weight = float(count)
+        elif count < RECENT or not middle / CLIP < self.mean < middle * CLIP:
+            self.mean, self.weight = middle, float(count)
+        else:
+            self.weight = min(self.weight + 1, MEMORY)
+            self.mean += (min(max(value, middle / CLIP), middle * CLIP) - self.mean) / self.weight
 
 
 class RowCurve:
@@ -37,51 +74,100 @@ class RowCurve:
         self.knee = knee
         few = np.arange(1, 9, dtype=np.float64)
         self.knots: Array = np.concatenate([few, 8 * 2 ** (np.arange(1, 57) / 4)])
-        self._mean: Array = np.ones_like(self.knots)  # observed over prior
-        self._weight: Array = np.zeros_like(self.knots)
+        self._at: list[float] = self.knots.tolist()
+        self._borders = np.sqrt(self.knots[1:] * self.knots[:-1]).tolist()
         distance = np.abs(np.log2(self.knots)[:, None] - np.log2(self.knots)[None, :])
         self._kernel: Array = np.exp(-distance / REACH)
-        self._borders = np.sqrt(self.knots[1:] * self.knots[:-1]).tolist()
-        self._values: Array | None = None
+        self._reshape(np.sqrt(1.0 + (self.knots / knee) ** 2))
+        self.measured = False
+
+    def _reshape(self, shape: Array) -> None:
+        self._shape = shape
+        self._shapes: list[float] = shape.tolist()
+        self._seen = [Typical() for _ in self._shapes]  # observed over shape
+        self._known = False
+        self._values: Array = shape
+        self._listed: list[float] = self._shapes
+        self._fresh = True
+
+    def measure(self, times: Iterable[tuple[int, float]]) -> None:
+        """Start from (rows, seconds) of passes run on their own; forgets what was observed. Nothing happens without any."""
+        best: dict[int, float] = {}
+        for rows, seconds in times:
+            if rows >= 1 and seconds > 0:
+                best[rows] = min(seconds, best.get(rows, seconds))
+        if not best:
+            return
+        rows_of = sorted(best)
+        seconds_of = np.maximum.accumulate([best[rows] for rows in rows_of])
+        beyond = np.maximum(1.0, self.knots / max(rows_of[-1], self.knee))  # as arithmetic grows
+        self._reshape(np.interp(self.knots, rows_of, seconds_of) * beyond)
+        self.measured = True
 
     @property
     def known(self) -> bool:
-        """Whether anything was observed."""
-        return bool(self._weight.any())
-
-    def shape(self, rows: Array) -> Array:
-        """Prior by rows, 1 for few."""
-        bent: Array = np.sqrt(1.0 + (np.asarray(rows) / self.knee) ** 2)
-        return bent
+        """Whether values are seconds, and not only ratios."""
+        return self.measured or self._known
 
     def observe(self, rows: int, seconds: float) -> None:
         """A pass over ``rows`` took ``seconds``."""
         if rows < 1 or seconds <= 0:
             return
-        knot = bisect.bisect(self._borders, rows)
-        ratio = seconds / math.hypot(1.0, rows / self.knee)
-        weight, mean = float(self._weight[knot]), float(self._mean[knot])
-        if weight >= 2:
-            ratio = min(max(ratio, mean / CLIP), mean * CLIP)
-        self._weight[knot] = min(weight + 1, MEMORY)
-        self._mean[knot] = mean + (ratio - mean) / self._weight[knot]
-        self._values = None
+        knot = self.knot(rows)
+        seen = self._seen[knot]
+        expected = self._refreshed()[knot] / self._shapes[knot] if self.known and not seen.weight else None
+        seen.observe(seconds / self._between(self._shapes, rows), expected)
+        self._known, self._fresh = True, False
+
+    def knot(self, rows: int) -> int:
+        """Number of the knot that ``rows`` belong to."""
+        return bisect.bisect(self._borders, rows)
+
+    def seen(self, knot: int) -> float:
+        """Observations of a knot that are remembered."""
+        return self._seen[knot].weight
 
     def __call__(self, rows: npt.ArrayLike) -> Array:
-        """Seconds for each entry of ``rows``; 0 rows cost nothing. Only ratios mean anything before the first observation."""
-        if self._values is None:
-            pull = self._kernel * self._weight
-            total = pull.sum(1)
-            logarithms = np.log(self.shape(self.knots)) + ((pull @ np.log(self._mean)) / total if self.known else 0.0)
-            # What was never run has next to no say in what was. Logarithms, as times err upwards.
-            self._values = np.exp(_rising(logarithms, self._weight + 1e-3))
+        """Seconds for each entry of ``rows``; 0 rows cost nothing. Only ratios mean anything while nothing is ``known``."""
+        self._refreshed()
         asked = np.asarray(rows, dtype=np.float64)
-        found: Array = np.where(asked > 0, np.interp(np.clip(asked, 1, _MAX_ROWS), self.knots, self._values), 0.0)
+        found: Array = np.interp(asked, self.knots, self._values) * (asked > 0)
         return found
+
+    def lately(self, rows: int) -> float:
+        """The same for one number of rows, as of the last call for several: what is learnt at every step is cheap to look up."""
+        return self._between(self._listed, rows) if rows > 0 else 0.0
+
+    def _between(self, values: list[float], rows: int) -> float:
+        above = bisect.bisect(self._at, rows)
+        if above == 0 or above == len(values):
+            return values[max(above - 1, 0)]
+        left, right = self._at[above - 1], self._at[above]
+        return values[above - 1] + (values[above] - values[above - 1]) * (rows - left) / (right - left)
+
+    def _refreshed(self) -> list[float]:
+        if self._fresh:
+            return self._listed
+        mean = np.array([seen.mean for seen in self._seen])
+        weight = np.array([seen.weight for seen in self._seen])
+        pull = self._kernel * weight
+        ratio = np.exp((pull @ np.log(mean)) / pull.sum(1))
+        if self.measured:
+            seen = weight > 0
+            waits = seen & (mean > HOST)
+            floor = float((self._shape * mean)[waits].min()) if waits.any() else 0.0
+            unseen = np.maximum(self._shape * np.minimum(ratio, HOST), floor)
+            ratio = np.where(seen, ratio, unseen / self._shape)
+        # What was never run has next to no say in what was. Logarithms, as times err upwards.
+        self._values = np.exp(_rising(np.log(self._shape * ratio), weight + 1e-3))
+        self._listed, self._fresh = self._values.tolist(), True
+        return self._listed
 
 
 def _rising(values: Array, weights: Array) -> Array:
     """The non-decreasing sequence closest to ``values``, by weighted squares: neighbours that fall are pooled."""
+    if bool((values[1:] >= values[:-1]).all()):
+        return values
     pools: list[tuple[float, float, int]] = []  # mean, weight, entries
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         mean, total, count = value, weight, 1
@@ -96,6 +182,10 @@ def _rising(values: Array, weights: Array) -> Array:
 class StepCosts:
     """Seconds of one cycle: verification of what was drafted, and the next draft.
 
+    Where all requests verify alike, times are also kept by batch size: the host's part of a step grows with its requests whatever
+    their rows, so that 64 rows of 8 requests and 64 of 64 are different steps. What a batch of this size has not run yet is taken
+    from the curve, as the difference to what it has.
+
     Args:
         knee: rows up to which a pass costs what one row costs: about 184 for bf16 weights on an H200, 8 on a CPU.
     """
@@ -103,31 +193,77 @@ class StepCosts:
     def __init__(self, knee: float) -> None:
         self.verify = RowCurve(knee)
         self.draft = RowCurve(knee)
+        self.pace = 0.0
+        """Seconds of late steps, whatever they did; 0 before the first."""
+        self.late = 0
+        """Steps in a row, up to the last, that took much longer than those before them."""
+        self._by_batch: dict[int, dict[int, Typical]] = {}  # knots of requests, then of rows
         self._slope = _ContextSlope()
+        self._draft_known = False
 
     def observe_draft(self, query_rows: int, seconds: float) -> None:
         """A draft pass over ``query_rows`` rows, timed on its own."""
         self.draft.observe(query_rows, seconds)
+        self._draft_known = True
 
-    def observe(self, verify_rows: int, query_rows: int, context: int, seconds: float) -> None:
-        """A whole step: ``verify_rows`` target rows, ``query_rows`` draft rows, ``context`` tokens of all requests together."""
-        rest = max(seconds - float(self.draft(query_rows)), 0.2 * seconds) if self.draft.known else seconds
+    def observe(self, verify_rows: int, query_rows: int, context: int, seconds: float, requests: int = 0) -> None:
+        """A whole step: ``verify_rows`` target rows, ``query_rows`` draft rows, ``context`` tokens of all requests together.
+
+        ``requests``: of a step whose requests verified alike, else 0.
+        """
+        self.late = self.late + 1 if self.pace and seconds > CLIP * self.pace else 0
+        self.pace += (min(seconds, 2.0 * self.pace or seconds) - self.pace) * (0.1 if self.pace else 1.0)
+        rest = max(seconds - self.draft.lately(query_rows), 0.2 * seconds) if self._draft_known else seconds
         self._slope.observe(verify_rows, context, rest)
         rest = max(rest - self._slope.value * context, 0.2 * rest)
-        if not self.draft.known and query_rows:
+        if not self._draft_known and query_rows:
             knee = self.verify.knee
             rest /= 1.0 + DRAFT_SHARE * math.hypot(1.0, query_rows / knee) / math.hypot(1.0, verify_rows / knee)
+        if requests:
+            knot = self.verify.knot(verify_rows)
+            cells = self._by_batch.setdefault(self.verify.knot(requests), {})
+            if knot not in cells:
+                known = self.verify.known
+                expected = float(self._of_batch(np.array([verify_rows]), requests)[0]) if known else None
+                cells[knot] = Typical()
+            else:
+                expected = None
+            cells[knot].observe(rest, expected)
         self.verify.observe(verify_rows, rest)
 
-    def seconds(self, verify_rows: npt.ArrayLike, query_rows: npt.ArrayLike, context: int) -> Array:
-        """Predicted seconds; arrays of rows broadcast."""
-        predicted: Array = self.verify(verify_rows) + self._draft(query_rows) + self._slope.value * context
+    def seconds(self, verify_rows: npt.ArrayLike, query_rows: npt.ArrayLike, context: int, requests: int = 0) -> Array:
+        """Predicted seconds; arrays of rows broadcast. ``requests``: of a step whose requests verify alike, rows ascending."""
+        verify = self._of_batch(np.asarray(verify_rows), requests) if requests else self.verify(verify_rows)
+        # Seconds and a prior without a unit do not add up.
+        both = self._draft_known and self.verify.known
+        draft = self.draft(query_rows) if both else DRAFT_SHARE * self.verify(query_rows)
+        predicted: Array = verify + draft + self._slope.value * context
         return predicted
 
-    def _draft(self, query_rows: npt.ArrayLike) -> Array:
-        # Seconds and a prior without a unit do not add up.
-        both = self.draft.known and self.verify.known
-        return self.draft(query_rows) if both else DRAFT_SHARE * self.verify(query_rows)
+    def seen(self, verify_rows: int, requests: int = 0) -> float:
+        """How many steps like this one are remembered."""
+        knot = self.verify.knot(verify_rows)
+        if not requests:
+            return self.verify.seen(knot)
+        cell = self._by_batch.get(self.verify.knot(requests), {}).get(knot)
+        return cell.weight if cell else 0.0
+
+    def _of_batch(self, verify_rows: Array, requests: int) -> Array:
+        """Verification of ascending ``verify_rows`` for one batch size."""
+        curve = self.verify(verify_rows)
+        cells = self._by_batch.get(self.verify.knot(requests))
+        if not cells:
+            return curve
+        found, weights = curve.copy(), np.full(len(curve), 1e-3)
+        for at, rows in enumerate(verify_rows.tolist()):
+            knot = self.verify.knot(rows)
+            near = min(cells, key=lambda other, knot=knot: abs(other - knot))  # type: ignore[misc]
+            cell = cells[near]
+            if near == knot:
+                found[at], weights[at] = cell.mean, cell.weight
+            else:
+                found[at] = max(cell.mean + curve[at] - self.verify.lately(int(self.verify.knots[near])), 0.2 * cell.mean)
+        return np.exp(_rising(np.log(found), weights))
 
 
 class _ContextSlope:

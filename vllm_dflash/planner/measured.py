@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of draft passes, handed from the worker that runs them to the planner beside the scheduler.
+"""Times of draft and verification passes, handed from the worker that runs them to the planner beside the scheduler.
 
 Both live in one process unless the engine runs several workers; then nothing arrives and the planner splits whole steps by its
 prior. Bounded: a planner that is switched off never reads it.
@@ -8,6 +8,7 @@ prior. Bounded: a planner that is switched off never reads it.
 from collections import deque
 
 _PASSES: deque[tuple[int, float]] = deque(maxlen=1024)
+_VERIFICATIONS: deque[tuple[int, float]] = deque(maxlen=256)
 
 
 def record_draft(query_rows: int, seconds: float) -> None:
@@ -19,4 +20,22 @@ def take_drafts() -> list[tuple[int, float]]:
     """All (query rows, seconds) since the last call."""
     taken = list(_PASSES)
     _PASSES.clear()
+    return taken
+
+
+def forget() -> None:
+    """Drop what no planner has taken."""
+    _PASSES.clear()
+    _VERIFICATIONS.clear()
+
+
+def record_verification(rows: int, seconds: float) -> None:
+    """The target's pass over ``rows`` rows took ``seconds`` when the engine started."""
+    _VERIFICATIONS.append((rows, seconds))
+
+
+def take_verifications() -> list[tuple[int, float]]:
+    """All (rows, seconds) since the last call."""
+    taken = list(_VERIFICATIONS)
+    _VERIFICATIONS.clear()
     return taken

@@ -7,7 +7,8 @@ positions of highest survival, so one sort per width finds the optimum over all 
 """
 
 import dataclasses
-from collections import Counter
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from vllm_dflash.planner.costs import StepCosts
 
 Floats = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]
+Clock = Callable[[], float]
 RowsOf = Callable[[int], int]
 """Query rows per request that the draft runs for a width; more than width + 1 where graphs exist for some widths only."""
 
@@ -25,19 +27,30 @@ MARGIN = 0.02
 """A new width must promise this much more: below it noise would decide."""
 LARGE_GAIN, DWELL = 0.10, 8
 """Smaller gains wait this many steps after a change; larger ones (the load jumped) do not."""
-REPLAN = 6
-"""Steps that a plan serves while the batch stays the same: planning takes 0.3 ms of the scheduler, a small model's step 2."""
+WORTH = 0.04
+"""What drafts for some requests must promise over none at all: the luckiest of many look better than they are."""
+REPLAN = (6, 64)
+"""Fewest and most steps that a plan serves while the batch stays nearly the same."""
+PLANNING_SHARE = 0.005
+"""Part of the time that planning may take, in between: it delays the next step of a target that the host bounds."""
+LATE = 2
+"""More steps in a row than this that take much longer than before: something is wrong with the plan, whatever it promised."""
+OTHER_BATCH = 8
+"""A batch that has grown or shrunk by one part in as many is planned for anew, whatever the number of steps."""
 PROBE_SHARE = 0.01
 """Part of the time that may go to trying a neighbouring width: what is not tried is not known."""
 PROBE_EVERY = (16, 1024)
 """Fewest and most steps between two probes."""
+ENOUGH = 4
+"""Probes of a neighbour, at this load, before the other one has its turn and both wait longer each time."""
+FEW = 8
+"""One request in as many is drafted for where a batch without drafts is probed and lengths may differ."""
 _SHARES = 4
 """Numbers of drafting requests that are tried, as parts of the batch."""
 _LADDER = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-# Where each width has its own graphs of the target: at K = 15, 214 graphs instead of 373.
-_GRAPH_LADDER = (1, 3, 7, 15, 31, 63)
-"""Each width costs the target some 50 full graphs. By the roofline of an H200, leaving out 2 costs 5 % at 64 requests, and
-leaving out 11 costs 13 % at 16."""
+_GRAPH_LADDER = (1, 2, 3, 7, 15, 31, 63)
+"""Where each width has its own graphs of the target, some 50: at K = 15 and 256 requests 284 of them, 373 with 5 and 11 too. By
+the roofline of an H200, leaving out 2 costs 5 % at 64 requests, and leaving out 11 costs 13 % at 16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +60,7 @@ class Plan:
     Attributes:
         width: drafts per request to make, 0 for none.
         lengths: int64 [R], how many of them to verify, by request.
-        rate: expected tokens per second.
+        rate: expected tokens per second; 0 where nothing was expected, as the width is held.
         probe: chosen to learn and not to gain.
     """
 
@@ -76,7 +89,7 @@ def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     """
     requests = survival.shape[0]
     tokens = requests + np.concatenate([[0.0], np.cumsum(survival.sum(0))])[widths]
-    rates: Floats = tokens / costs.seconds(requests * (1 + widths), requests * query_rows, context)
+    rates: Floats = tokens / costs.seconds(requests * (1 + widths), requests * query_rows, context, requests)
     return rates
 
 
@@ -112,48 +125,78 @@ class Planner:
         costs: what steps cost.
         rows_of: query rows per request of a width.
         per_request: lengths may differ between requests. Full CUDA graphs of the target want them equal.
+        clock: seconds; times the planner itself.
     """
 
-    def __init__(self, widths: Sequence[int], costs: StepCosts, rows_of: RowsOf, *, per_request: bool) -> None:
+    def __init__(
+        self, widths: Sequence[int], costs: StepCosts, rows_of: RowsOf, *, per_request: bool, clock: Clock = time.perf_counter
+    ) -> None:
         self.widths = tuple(widths)
         self.costs = costs
         self.acceptance = AcceptanceStats(self.widths[-1])
         self.per_request = per_request
-        self.histogram: Counter[int] = Counter()
-        """Steps by chosen width."""
-        self.probes = 0
         self._widths = np.array(self.widths)
         self._query_rows = np.array([rows_of(width) if width else 0 for width in self.widths])
+        self._clock = clock
         self._held: int | None = None
+        self._fixed: int | None = None
         self._current: Plan | None = None
         self._planned_for: list[str] = []
-        self._served = 0
+        self._served, self._serves = 0, REPLAN[0]
+        self._pays = 2e-4  # seconds of planning once
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
-        self._upwards = True
+        self._upwards, self._turn = True, 0
         self._probed: dict[str, float] = {}
 
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
         """The plan for the requests that the next step verifies; ``context``: their tokens so far, together."""
+        if self._fixed is not None:
+            return Plan(self._fixed, np.full(len(request_ids), self._fixed), 0.0)
         self._since_change += 1
         self._wait -= 1
         self._served += 1
         plan = self._current
-        if plan is None or self._served >= REPLAN or self._wait <= 0 or list(request_ids) != self._planned_for:
+        due = self._served >= self._serves or self._wait <= 0 or self.costs.late > LATE
+        if plan is None or due or self._is_other(request_ids):
+            self.costs.late = 0
+            began = self._clock()
             plan = self._replan(list(request_ids), context)
-        self.histogram[plan.width] += 1
-        self.probes += plan.probe
+            self._pays = min(0.8 * self._pays + 0.2 * (self._clock() - began), 2.0 * self._pays)
+            share = PLANNING_SHARE * self.costs.pace
+            self._serves = min(max(math.ceil(self._pays / share) if share else 0, REPLAN[0]), REPLAN[1])
+        elif len(plan.lengths) != len(request_ids):
+            plan = self._current = dataclasses.replace(plan, lengths=np.full(len(request_ids), plan.width))
         return plan
+
+    def _is_other(self, request_ids: Sequence[str]) -> bool:
+        if self.per_request:
+            return self._planned_for != request_ids
+        before = len(self._planned_for)
+        return abs(len(request_ids) - before) * OTHER_BATCH > before
+
+    def hold(self, width: int | None) -> None:
+        """Plan ``width`` for every request of every step, without probes, until told otherwise; None chooses again.
+
+        Raises:
+            ValueError: ``width`` is none of ``widths``.
+        """
+        if width is not None and width not in self.widths:
+            known = ", ".join(map(str, self.widths))
+            raise ValueError(f"draft width to hold: found {width!r}; expected one of {known}, or None to let the planner choose.")
+        self._fixed, self._current = width, None
 
     def _replan(self, request_ids: list[str], context: int) -> Plan:
         survival = self.acceptance.survival(request_ids)
         rates = self._rates(survival, context)
-        held = self._hold(rates)
+        held = self._choose(rates)
+        if self.per_request and rates[held] <= rates[0]:
+            held = self._held = 0  # the width that was held drafts for nobody
         self._current = None
         if self._wait <= 0 and request_ids:
-            return self._probe(rates, held, survival, request_ids)
-        if self.per_request and self.widths[held]:
-            plan = fitted_plan(survival, self.widths[held], self.costs, int(self._query_rows[held]), context)
+            return self._probe(rates, held, survival, request_ids, context)
+        if self.per_request:
+            plan = self._fitted(survival, held, context)
         else:
             plan = Plan(self.widths[held], np.full(len(request_ids), self.widths[held]), float(rates[held]))
         self._current, self._planned_for, self._served = plan, request_ids, 0
@@ -171,14 +214,17 @@ class Planner:
     def _rates(self, survival: Floats, context: int) -> Floats:
         if not self.per_request:
             return uniform_rates(survival, self._widths, self.costs, self._query_rows, context)
-        plans = [
-            fitted_plan(survival, width, self.costs, int(rows), context) if width else None
-            for width, rows in zip(self.widths, self._query_rows, strict=True)
-        ]
-        none = survival.shape[0] / float(self.costs.seconds(survival.shape[0], 0, context))
-        return np.array([none if plan is None else plan.rate for plan in plans])
+        return np.array([self._fitted(survival, at, context).rate for at in range(len(self.widths))])
 
-    def _hold(self, rates: Floats) -> int:
+    def _fitted(self, survival: Floats, at: int, context: int) -> Plan:
+        """Lengths by request up to width number ``at``, none at all unless that is well worth it."""
+        requests = survival.shape[0]
+        none = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(self.costs.seconds(requests, 0, context)))
+        width = self.widths[at]
+        plan = fitted_plan(survival, width, self.costs, int(self._query_rows[at]), context) if width else none
+        return plan if plan.rate > (1 + WORTH) * none.rate else none
+
+    def _choose(self, rates: Floats) -> int:
         """Index of the width to stay with or to change to."""
         best = int(np.argmax(rates))
         if self._held is None:
@@ -189,26 +235,41 @@ class Planner:
             self._wait, self._backoff = PROBE_EVERY[0], 1
         return self._held
 
-    def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str]) -> Plan:
-        """One step at the next wider or narrower width, all requests alike; then as long a wait as its cost asks for."""
+    def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
+        """One step at the next wider or narrower width; then as long a wait as its cost asks for.
+
+        All requests alike, or where each may differ and none drafts, a few of them in turn.
+        """
         upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
         at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
-        self._upwards = not self._upwards
-        loss = max(0.0, 1.0 - rates[at] / rates[held])
-        self._wait = int(np.clip(loss / PROBE_SHARE * self._backoff, *PROBE_EVERY))
-        self._backoff = min(2 * self._backoff, 8)
-        width = self.widths[at]
+        width, requests = self.widths[at], len(request_ids)
+        lengths, rate = np.full(requests, width), float(rates[at])
+        if self.per_request and held == 0:
+            some = (np.arange(max(1, requests // FEW)) + self._turn) % requests
+            self._turn += len(some)
+            lengths[:] = 0
+            lengths[some] = width
+            tokens = requests + survival[some, :width].sum()
+            rate = tokens / float(self.costs.seconds(requests + lengths.sum(), len(some) * self._query_rows[at], context))
+        wait = max(0.0, 1.0 - rate / rates[held]) / PROBE_SHARE
+        if self.costs.seen(requests + int(lengths.sum()), 0 if self.per_request else requests) >= ENOUGH:
+            wait *= self._backoff
+            self._backoff = min(2 * self._backoff, 8)
+            self._upwards = not self._upwards
+        self._wait = int(np.clip(wait, *PROBE_EVERY))
         if at > held:
-            self._probed = dict(zip(request_ids, survival[:, :width].sum(1).tolist(), strict=True))
-        return Plan(width, np.full(len(request_ids), width), float(rates[at]), probe=True)
+            hoped = survival[:, :width].sum(1).tolist()
+            self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
+        return Plan(width, lengths, rate, probe=True)
 
 
-def draft_widths(max_width: int) -> tuple[int, ...]:
-    """Widths with a draft pass of their own, ascending, ``max_width`` last: 4, 8, 16 ... rows with the anchor.
+def draft_widths(max_width: int, anchors: int) -> tuple[int, ...]:
+    """Widths with a draft pass of their own, ascending, ``max_width`` last: 2, 4, 8, 16 ... rows.
 
-    Rows in multiples of what a tensor core takes; a width in between runs the next one and drops what it does not need.
+    ``anchors``: rows among them that draft nothing, 1 or 0. A width in between runs the next one and drops what it does not need.
+    From 128 requests on, where few drafts pay, a pass of 4 rows for the one draft of width 1 would waste 10 % of a step.
     """
-    return (*(rows - 1 for rows in (4, 8, 16, 32, 64) if rows - 1 < max_width), max_width)
+    return (*(rows - anchors for rows in (2, 4, 8, 16, 32, 64) if rows - anchors < max_width), max_width)
 
 
 def schedule_of(max_width: int, max_requests: int) -> list[tuple[int, int, int]]:

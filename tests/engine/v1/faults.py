@@ -13,11 +13,17 @@ from vllm_dflash.engine import proposer as proposer_module
 
 
 class Swap:
-    """``swap(owner, name, value)`` sets attributes, modules and buffers included, until the ``with`` block ends."""
+    """``swap(owner, name, value)`` sets attributes, modules and buffers included, until the ``with`` block ends.
+
+    ``afterwards(action)``: what has to be cleaned up then, too.
+    """
 
     def __enter__(self):
-        self._old = []
+        self._old, self._actions = [], []
         return self
+
+    def afterwards(self, action):
+        self._actions.append(action)
 
     def __call__(self, owner, name, value):
         held = [vars(owner)]
@@ -32,6 +38,8 @@ class Swap:
                 setattr(owner, name, value)
             else:
                 delattr(owner, name)
+        for action in self._actions:
+            action()
 
 
 def _attentions(engine):
@@ -174,6 +182,18 @@ def _context_kv(change):
     return fault
 
 
+def _float16_overflow(engine, swap):
+    """The first token's states overflow, as they do in float16 where a target's are a little larger than this one's (24894)."""
+
+    def clear():  # attention on CPUs multiplies what a page holds behind a request's end by zero, and NaN stays NaN
+        for attention in _attentions(engine):
+            cache = attention.attn.kv_cache
+            (cache[0] if isinstance(cache, list) else cache).zero_()
+
+    swap.afterwards(clear)
+    _states(lambda blocks: torch.where(blocks.abs() > torch.finfo(torch.float16).max / 4, torch.inf, blocks))(engine, swap)
+
+
 # -- bookkeeping -----------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +218,18 @@ def _committed(change):
 
 def _lose(committed, lost):
     return dataclasses.replace(committed, slots=torch.where(lost, -1, committed.slots))
+
+
+def _last_chunk_only(engine, swap):
+    real = proposer_module.committed_rows
+
+    def changed(starts, seq_lens, slots, rejected, **options):
+        committed = real(starts, seq_lens, slots, rejected, **options)
+        rows = torch.arange(slots.shape[0]) if committed.rows is None else committed.rows
+        unfinished = torch.tensor(engine.runner.discard_request_mask.np[: len(starts) - 1])
+        return _lose(committed, torch.repeat_interleave(unfinished, starts.long().diff())[rows])
+
+    swap(proposer_module, "committed_rows", changed)
 
 
 def _shifted(committed):
@@ -254,6 +286,8 @@ LOUD = {
 
 ACCEPTANCE_FAULTS = LOUD | {
     "embeddings scaled like Gemma's": _attribute("model", "embedding_scale", 24.0),
+    "float16 overflows": _float16_overflow,
+    "context of a prompt's last chunk only": _last_chunk_only,  # out of the reach of the other pair's window
     "a window on full layers": _window(lambda _: 6),
     "context of accepted drafts not stored": _committed(lambda c, width, length, row: _lose(c, (length <= width) & (row > 0))),
 }

@@ -2,6 +2,8 @@
 """A draft with smaller weights and a small head: the text is the target's, and drafts come from the listed rows."""
 
 import json
+import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,48 @@ def test_fp8_weights_and_a_small_head(pair, plain, prompts, engine_of, monkeypat
     engine.generate(prompts[:1], 2)
     assert model.private_head.weight.data_ptr() == before
     assert torch.equal(model.private_head.weight, expected)
+
+
+def test_a_small_head_takes_in_the_tokens_that_requests_use(pair, plain, prompts, engine_of, monkeypatch):
+    """Breaks if drafts never come from the prompt's or the answer's own tokens, or come from tokens that were never there."""
+    given = options(planner="off", draft_head="small", draft_head_rows=8, draft_head_guests=40)
+    engine = engine_of(*pair, speculative={"num_speculative_tokens": 7}, **given)
+    log = engine.record(monkeypatch)
+    assert engine.generate(prompts, 16) == plain
+    used = {token for text in (*prompts, *plain) for token in text}
+    proposed = {token for _, _, drafts in log for token in drafts}
+    assert proposed & (used - set(ROWS[:8]))
+    assert proposed <= used | set(ROWS[:8])
+
+
+def test_tokens_counted_while_serving_choose_the_rows_of_a_later_start(pair, plain, prompts, engine_of, tmp_path, monkeypatch):
+    """Breaks if the target's own tokens are not those counted, an unfinished run loses them, or too few of them choose rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = {"planner": "off", "draft_head": "small", "draft_head_rows": 8, "draft_head_counting": True}
+    engine = engine_of(*pair, speculative={"num_speculative_tokens": 7}, **options(**given))
+    log = engine.record(monkeypatch)
+    assert engine.generate(prompts, 16) == plain
+    assert {token for _, _, drafts in log for token in drafts} <= set(ROWS[:8])
+    del engine
+    engine_of.shut_down()
+    (file,) = (tmp_path / "vllm-dflash" / "served-tokens").glob("*.json")
+    document = json.loads(file.read_text())
+    times = Counter(token for answer in plain for token in answer)
+    kept = {int(token): entry for token, entry in document["counts"].items()}
+    # A step may sample more than max_tokens leaves of it.
+    assert 0 <= document["tokens_counted"] - times.total() <= 7 * len(prompts)
+    assert all(kept[token][0] >= count and kept[token][1] >= sum(token in a for a in plain) for token, count in times.items())
+
+    monkeypatch.setattr("vllm_dflash.engine.head_rows.ENOUGH_TOKENS", times.total())
+    engine = engine_of(*pair, speculative={"num_speculative_tokens": 7}, **options(**given))
+    log = engine.record(monkeypatch)
+    assert engine.generate(prompts, 16) == plain
+    order = [*ROWS, *(token for token in range(VOCAB) if token not in ROWS)]
+    best = sorted(kept, key=lambda token: (-kept[token][0], order.index(token)))[:8]
+    assert {token for _, _, drafts in log for token in drafts} <= set(best)
+    line = engine.proposer.capability.facts[0]
+    assert f"{document['tokens_counted']} tokens counted while serving, then " in line
+    assert re.search(r"expected to hold \d+\.\d% of further tokens", line)
 
 
 def test_int8_weights(pair, plain, prompts, engine_of, tmp_path, monkeypatch):

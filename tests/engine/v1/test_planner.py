@@ -61,6 +61,28 @@ def test_greedy_text_stays_whatever_is_cut(write_pair, engine_of, prompts, monke
     assert all(compared[-12:])
 
 
+def test_drafting_resumes_over_a_whole_context(write_pair, engine_of, prompts, monkeypatch):
+    """Sixteen steps without any draft, then full ones: their drafts are those of an engine that always drafted.
+
+    Breaks if what waited while nothing was drafted is lost, late, or stored elsewhere.
+    """
+    target, draft = write_pair(Draft(block=8), Target())
+    engine = engine_of(target, draft, speculative={"num_speculative_tokens": 7}, additional_config=PLANNED)
+    force(planning(engine).planner, monkeypatch, lambda: 7)
+    steady = engine.record(monkeypatch)
+    expected = engine.generate(prompts, 40)
+    first = int(steady[-1][0]) - len(prompts) + 1
+    known = {(number - first, length): drafts for number, length, drafts in steady}
+    steps = itertools.count()
+    force(planning(engine).planner, monkeypatch, lambda: 7 if next(steps) > 16 * len(prompts) else 0)
+    start = len(steady)
+    assert engine.generate(prompts, 40) == expected
+    again = [(number - first - len(prompts), length, drafts) for number, length, drafts in steady[start:]]
+    compared = [drafts == known[number, length] for number, length, drafts in again if len(drafts) == 7 and any(drafts)]
+    assert len(compared) >= 12
+    assert all(compared)
+
+
 def test_accepted_drafts_survive_cuts(tmp_path, engine_of, monkeypatch):
     """A pair whose drafts are right for long runs: 42 % accepted uncut. Breaks if a cut loses, repeats or misplaces tokens, or
     counters see drafts that were cut."""

@@ -236,7 +236,7 @@ def test_priority_goes_first(plain, ours):
 
 
 def test_custom_logits_processors_are_refused_at_start(ours):
-    """vLLM's own rule: a processor of the user's knows nothing of rows that may be rejected."""
+    """Breaks if our patch lets them pass: a processor of the user's knows nothing of rows that may be rejected."""
     import torch
     from vllm.v1.sample.logits_processor import build_logitsprocs
     from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor

@@ -76,9 +76,18 @@ def test_adapters_on_the_target(engine, jobs, expected, folders, monkeypatch):
 
 @pytest.mark.parametrize("perfect", [False, True], ids=["own drafts", "perfect drafts"])
 def test_grammars(engine, jobs, expected, monkeypatch, perfect):
-    """Breaks if drafts that the grammar forbids are accepted, or those that it allows are lost behind the first."""
+    """Breaks if drafts that the grammar forbids are accepted, or those that it allows are lost behind the first.
+
+    Or if the watchdog counts drafts that the grammar cut off, which nobody verified.
+    """
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    vars(scheduler).pop("_dflash_watchdog", None)
     answers, _, grown = run(engine, jobs, "grammar", monkeypatch, expected["grammar"] if perfect else None)
     assert answers == expected["grammar"]
+    watch = vars(scheduler)["_dflash_watchdog"].watch
+    cells = watch._total, *watch._cells.values()
+    assert sum(n * count for cell in cells for n, count in enumerate(cell.drafted)) == grown["num_draft_tokens"]
+    assert sum(n * count for cell in cells for n, count in enumerate(cell.accepted)) == grown["num_accepted_tokens"]
     assert all(answer[-1] == 1 for answer in answers[:2])
     if perfect:
         # The drafts of an answer's last step go beyond its end.

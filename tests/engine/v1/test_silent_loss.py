@@ -18,12 +18,12 @@ proven_once = pytest.mark.skipif(
 
 K, TOKENS = 3, 16
 PROMPTS = (6, 7, 12, 16, 17)  # code, code, maths, maths, list
-LEAST = 2.3
+LEAST = 2.6  # clean 2.89; the mildest fault (context of a prompt's last chunk only) 2.39
 
 
 @pytest.fixture(scope="module")
 def served(engine_of):
-    """(engine, prompts): one engine for all; prompts are prefilled in chunks."""
+    """(engine, prompts): one engine for all; prompts of 42 to 54 tokens are prefilled in chunks of at most 24."""
     from transformers import AutoTokenizer
 
     from vllm_dflash.demo_pair import prompts
@@ -39,7 +39,7 @@ def served(engine_of):
         max_model_len=256,
         kv_cache_memory_bytes=128 << 20,
         block_size=128,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=24,
         enable_prefix_caching=False,
     )
     return engine, [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]

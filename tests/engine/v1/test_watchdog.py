@@ -2,7 +2,9 @@
 """The watchdog and the self-check in a running V1 engine: what they count, when they speak, and what they say."""
 
 import functools
+import itertools
 import logging
+import re
 
 import pytest
 import torch
@@ -71,6 +73,7 @@ def test_self_check_by_option(engine, said):
         ("context of prompts not stored", "with the K/V of its context computed again"),
         ("K norm of the first layer in all layers", None),
         ("float16 overflows", "hidden states of target layers [2] hold NaN or infinity"),
+        ("drafts that change with every pass", "run twice on the same inputs, 0 of 9 drafts are equal"),
     ],
 )
 def test_self_check_names_a_fault(fault, problem, engine, said):
@@ -87,11 +90,64 @@ def test_self_check_names_a_fault(fault, problem, engine, said):
                 return real(**call)
 
             swap(engine.proposer, "propose", overflowing)
+        elif fault == "drafts that change with every pass":
+            pick, passes = engine.proposer._pick, itertools.count()
+            swap(engine.proposer, "_pick", lambda *call: (pick(*call) + next(passes)) % VOCAB)
         else:
             EXACT_FAULTS[fault](engine, swap)
         engine.generate(texts(1, 40, seed=len(fault)), 16)
+    vars(engine.proposer).pop("propose", None)  # the swap has put a check back that was through
     level, line = next(entry for entry in said if "self-check" in entry[1])
     assert (level, problem is None or problem in line) == ("INFO" if problem is None else "WARNING", True)
+
+
+def params(max_tokens):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def test_a_request_that_starts_over_is_checked_from_there(engine, said, monkeypatch):
+    """Preempted after a few steps; breaks if rows of its first life are taken for its context, or nobody marks it as resumed."""
+    from vllm_dflash.engine.watchdog_self_check import V1Steps, attach
+
+    watch_anew(engine, monkeypatch)
+    attach(engine.proposer, engine.proposer.vllm_config, V1Steps)
+    served, prompt = engine.llm.llm_engine, texts(1, 40, seed=8)[0]
+    served.add_request("over again", {"prompt_token_ids": prompt}, params(20))
+    for _ in range(4):
+        served.step()
+    served.reset_prefix_cache(reset_running_requests=True)
+    while served.has_unfinished_requests():
+        served.step()
+    (line,) = (text for _, text in said if "self-check" in text)
+    rows = int(re.search(r"OK: .* K/V of (\d+) tokens", line).group(1))
+    assert 40 <= rows <= 40 + 20
+    bits = set(scheduler_of(engine).__dict__["_dflash_watchdog"].watch._cells)
+    assert bits == {0, int(Class.RESUMED)}
+
+
+def test_a_request_that_begins_with_cached_tokens_is_not_checked(engine, said):
+    """Breaks if the check goes on without the hidden states of those tokens."""
+    from vllm_dflash.engine.watchdog_self_check import V1Steps, attach
+
+    prompt = texts(1, 70, seed=9)
+    engine.generate(prompt, 1)
+    attach(engine.proposer, engine.proposer.vllm_config, V1Steps)
+    engine.generate(prompt, 16)
+    vars(engine.proposer).pop("propose")
+    assert [text for _, text in said if "self-check" in text] == []
+
+
+def test_a_fault_of_the_watchdog_ends_itself_only(engine, said, monkeypatch):
+    """Breaks if an exception of a statistic reaches vLLM's scheduler, or is told with every step."""
+    watch_anew(engine, monkeypatch)
+    monkeypatch.setattr("vllm_dflash.engine.watchdog.Watchdog.verified", lambda *_: 1 // 0)
+    assert [len(answer) for answer in engine.generate(texts(2, 9, seed=10), 12)] == [12, 12]
+    vars(scheduler_of(engine)).pop("_dflash_watchdog")
+    warnings = [text for level, text in said if level == "WARNING"]
+    assert len(warnings) == 1
+    assert "the acceptance watchdog stopped (ZeroDivisionError" in warnings[0]
 
 
 def test_a_useless_draft_is_named_once_with_figures_and_causes(engine, said, monkeypatch):
@@ -112,8 +168,9 @@ def test_a_useless_draft_is_named_once_with_figures_and_causes(engine, said, mon
 
 
 def test_every_verification_is_counted_in_its_class(engine, monkeypatch, prompts):
-    """Breaks if the scheduler's figures are read wrongly, or if a prefix-cache hit is missed."""
+    """Breaks if the scheduler's figures are read wrongly, or if a prefix-cache hit or a long context is missed."""
     watch_anew(engine, monkeypatch, window=4)
+    monkeypatch.setattr("vllm_dflash.engine.watchdog.LONG_CONTEXT", 70)
     cold = texts(3, 70, seed=3)
     _, grown = engine.counted(lambda: engine.generate(cold, 13) and engine.generate([*cold[:1], *prompts[:1]], 13))
     assert grown["prefix_cache_hits"] >= 32  # of two blocks; 0.32 recomputes the last one
@@ -126,7 +183,8 @@ def test_every_verification_is_counted_in_its_class(engine, monkeypatch, prompts
     assert grown["num_accepted_tokens"] >= counted[None][1]
     assert 8 <= counted[Class.CACHED][0] <= 12
     assert 0 < counted[Class.FEW][0] <= counted[None][0]  # the last request may end up alone
-    assert counted[Class.LONG] == counted[Class.RESUMED] == counted[Class.MANY] == (0, 0)
+    assert 0 < counted[Class.LONG][0] < counted[None][0]  # the last request has fewer tokens
+    assert counted[Class.RESUMED] == counted[Class.MANY] == (0, 0)
 
 
 def test_bad_drafts_after_cache_hits_are_named_as_such(engine, said, monkeypatch):

@@ -39,6 +39,7 @@ def problem():
 
 
 def test_one_rank(problem, monkeypatch):
+    """Breaks if the head is read in another layout than plain logits read it, or a row's argmax lands on another row."""
     hidden, weight, expected = problem
     monkeypatch.setattr("vllm_dflash.engine.fused_head.get_tp_group", lambda: SimpleNamespace(world_size=1))
     assert head_over(weight, 0, VOCAB)(hidden).tolist() == expected.tolist()
@@ -86,6 +87,7 @@ def test_more_rows_than_the_fused_kernel_takes(problem, monkeypatch):
     ],
 )
 def test_reasons_against_it(change, reason):
+    """Breaks if a head is fused that the kernel reads wrongly: packed weights, a bias, a scale that turns argmax around."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from vllm_dflash.engine.fused_head import fuse_head
@@ -93,4 +95,4 @@ def test_reasons_against_it(change, reason):
     facts = {"quant_method": UnquantizedEmbeddingMethod(), "bias": None, "scale": 1.0} | change
     head = SimpleNamespace(quant_method=facts["quant_method"], bias=facts["bias"], weight=torch.zeros(4, 4))
     model = SimpleNamespace(lm_head=head, logits_processor=SimpleNamespace(scale=facts["scale"]))
-    assert reason in fuse_head(model, 64)
+    assert reason in fuse_head(model, 64, None)

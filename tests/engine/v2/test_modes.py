@@ -38,7 +38,7 @@ SIZES = {"max_num_seqs": 32, "max_num_batched_tokens": 256}
 
 
 def test_probabilistic_drafts(target, draft, prompts, baseline, engine_of):
-    """Random drafts with their logits kept for verification; a greedy request beside sampled ones stays exact."""
+    """Breaks if kept logits belong to another request's drafts, or a greedy request beside sampled ones is no longer exact."""
     engine = engine_of(target, draft, speculative=PROBABILISTIC, **SIZES)
     cache = engine.speculator.draft_logits
     assert cache.shape[1:] == (K, 160)
@@ -72,19 +72,27 @@ def narrow_draft(make_draft):
     return make_draft(draft_vocab=100, config=(("vocab_size", 100),))
 
 
+CHEAP = {"vllm_dflash": {"draft_weights": "fp8", "draft_head": "small", "draft_head_rows": 64}}
+
+
 @pytest.mark.parametrize(
-    ("name", "speculative"),
-    [("draft", PROBABILISTIC), pytest.param("narrow_draft", PROBABILISTIC, marks=pytest.mark.slow), ("draft", {})],
-    ids=["drawn drafts", "drawn from fewer tokens", "greedy drafts"],
+    ("name", "speculative", "additional"),
+    [
+        ("draft", PROBABILISTIC, {}),
+        pytest.param("narrow_draft", PROBABILISTIC, {}, marks=pytest.mark.slow),
+        ("draft", {}, {}),
+        ("draft", {}, CHEAP),
+    ],
+    ids=["drawn drafts", "drawn from fewer tokens", "greedy drafts", "greedy drafts, fp8 weights and a small head"],
 )
-def test_sampled_tokens_follow_the_target(name, speculative, target, second_token, engine_of, request):
+def test_sampled_tokens_follow_the_target(name, speculative, additional, target, second_token, engine_of, request):
     """Chi-square of the second token, the first that a draft precedes, against its exact law.
 
     Breaks if a draft is accepted too readily, its noise is the noise that verification draws with, or the cache of draft
     logits has the columns of the draft's vocabulary: the target's tokens behind them then never come.
     """
     requests = 64
-    engine = engine_of(target, request.getfixturevalue(name), speculative=speculative, **SIZES)
+    engine = engine_of(target, request.getfixturevalue(name), speculative=speculative, additional_config=additional, **SIZES)
     if speculative:
         assert engine.speculator.draft_logits.shape[-1] == 160
     tokens = [tokens[1] for tokens in engine.generate([[5, 6, 7]] * requests, 2, temperature=0.5)]

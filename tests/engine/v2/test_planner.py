@@ -2,6 +2,7 @@
 """Widths that change from step to step on Model Runner V2: the text stays, the context stays in step, narrow blocks are whole."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ def planned(target, make_draft, baseline, engine_of):  # the baseline's engine h
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     planner = planning_of(scheduler).planner
     vars(planner).pop("plan", None)
+    planner.hold(None)
     return engine, planner
 
 
@@ -40,7 +42,6 @@ def force(planner, widths):
 
     def plan(names, _context):
         width = next(widths)
-        planner.histogram[width] += 1
         return Plan(width, np.full(len(names), width), 1.0)
 
     planner.plan = plan
@@ -85,14 +86,16 @@ def test_drafts_of_any_width_read_a_whole_context(planned, prompts, baseline):
 
 
 def test_a_narrow_step_runs_a_narrow_block(planned, prompts):
-    """A step of width 3 is a block of 4 rows, not a wide one that is cut, and one of width 0 is none.
+    """A step of width 1 is a block of 2 rows, not a wide one that is cut, and one of width 0 is none.
 
     Breaks if the width reaches the runner but not the draft pass.
     """
-    engine, planner = planned
+    from vllm_dflash.engine.planning import hold_width, report_of
+
+    engine, _ = planned
     shapes = engine.speculator.buffers.shapes
-    assert list(shapes) == [3, 7]
-    assert [shape.num_query_per_req for shape in shapes.values()] == [4, 8]
+    assert list(shapes) == [1, 3, 7]
+    assert [shape.num_query_per_req for shape in shapes.values()] == [2, 4, 8]
     seen = []
     original = type(engine.speculator.draft_pass).run.__get__(engine.speculator.draft_pass)
 
@@ -102,13 +105,18 @@ def test_a_narrow_step_runs_a_narrow_block(planned, prompts):
 
     engine.speculator.draft_pass.run = run
     try:
-        for width, rows in ((2, 4), (3, 4), (5, 8), (7, 8)):
+        for width, rows in ((1, 2), (2, 4), (3, 4), (5, 8), (7, 8)):
             seen.clear()
-            force(planner, iter(lambda width=width: width, None))
+            hold_width(engine.llm.llm_engine, width)
+            report_of(engine.llm.llm_engine, reset=True)
             engine.generate(prompts[:2], 6)
             assert set(seen) == {rows}
+            report = report_of(engine.llm.llm_engine)
+            assert list(report["widths"]) == [width]
+            assert len(report["timeline"]) == 1
+            assert report["seconds"] > 0
         seen.clear()
-        force(planner, iter(lambda: 0, None))
+        hold_width(engine.llm.llm_engine, 0)
         engine.generate(prompts[:2], 6)
         assert not seen
     finally:
@@ -130,7 +138,7 @@ def test_replays_of_every_width_propose_what_eager_steps_do(planned, prompts, ba
     eager = engine.watch(prompts)
     assert engine.generate(prompts, 12) == baseline(prompts, 12)
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda *_: None)
-    manager = DraftGraphManager(speculator.vllm_config, torch.device("cpu"), K + 1, (4,), (CONTEXT_ONLY, 4))
+    manager = DraftGraphManager(speculator.vllm_config, torch.device("cpu"), K + 1, (4,), (CONTEXT_ONLY, 2, 4))
     manager._graphs_captured = True
     replayed = []
 
@@ -153,15 +161,60 @@ def test_replays_of_every_width_propose_what_eager_steps_do(planned, prompts, ba
         padded = engine.watch(prompts)
         assert engine.generate(prompts, 12) == baseline(prompts, 12)
         assert padded == eager
-        assert {CONTEXT_ONLY, 4, 8} == set(replayed)
+        assert {CONTEXT_ONLY, 2, 4, 8} == set(replayed)
     finally:
         speculator.graphs = before
 
 
+def test_verification_is_timed_where_a_planner_reads_it(planned, monkeypatch):
+    """The real runner's dummy steps, on a host clock in place of CUDA events. Breaks if other rows are timed than recorded, or an
+    engine without narrow draft graphs pays for it."""
+    from vllm.platforms import current_platform
+
+    from vllm_dflash.engine.graphs import CONTEXT_ONLY, DraftGraphManager
+    from vllm_dflash.engine.verify_timing import time_verification
+    from vllm_dflash.planner import measured
+
+    class Event:
+        def __init__(self, **_):
+            self.at = 0.0
+
+        def record(self):
+            self.at = time.perf_counter()
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    engine, _ = planned
+    runner, speculator = engine.runner, engine.speculator
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda *_: None)
+    measured.forget()
+    time_verification(runner, (1, 2))
+    assert not measured.take_verifications()
+    manager = DraftGraphManager(speculator.vllm_config, torch.device("cpu"), K + 1, (4,), (CONTEXT_ONLY, 4))
+    monkeypatch.setattr(speculator, "graphs", manager)
+    ran = []
+    head = runner.model.compute_logits
+    monkeypatch.setattr(runner.model, "compute_logits", lambda states: ran.append(states.shape[0]) or head(states))
+    time_verification(runner, (1, 2))
+    times = measured.take_verifications()
+    assert [rows for rows, _ in times] == [1] * 3 + [2] * 3 + [8] * 3 + [16] * 3
+    assert ran == [1] * 4 + [2] * 4 + [8] * 4 + [16] * 4
+    assert all(0 < seconds < 60 for _, seconds in times)
+
+
 def test_the_planner_is_off_where_it_is_told_to_be(engine):
     """Breaks if the option does not reach vLLM's configuration: K then stays what it is."""
-    from vllm_dflash.engine.planning import planning_of, why_fixed
+    from vllm_dflash.engine.planning import hold_width, planning_of, report_of, why_fixed
 
+    with pytest.raises(ValueError, match="found an engine without a planner"):
+        hold_width(engine.llm.llm_engine, 0)
+    assert report_of(engine.llm.llm_engine) is None
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     assert planning_of(scheduler) is None
     assert why_fixed(scheduler.vllm_config) == 'option "planner" is off'

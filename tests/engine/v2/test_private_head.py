@@ -79,6 +79,35 @@ def test_it_finds_the_winner_of_the_full_head_where_it_has_its_row(problem, rank
     assert torch.isin(found, chosen).all()
 
 
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_tokens_in_use_have_rows_until_others_take_them(fp8, reduced, problem, ranks):
+    """Breaks if a guest's row is another token's, an empty guest row wins, or a weight update leaves rows of before."""
+    from vllm_dflash.engine.private_head import PrivateHead
+
+    ranks(1)
+    hidden, weight, logits = problem
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randperm(1000, generator=generator)[:VOCAB] if reduced else None
+    ids = torch.arange(VOCAB) if table is None else table
+    chosen = torch.randperm(VOCAB, generator=generator)[:40]
+    head = head_of(weight.clone())
+    private = PrivateHead(head, chosen, table, fp8=fp8, rounded=True, num_guests=24)
+
+    def best(rows, logits):
+        rows = rows.sort().values
+        return ids[rows[logits[:, rows].argmax(-1)]]
+
+    others = torch.tensor([row for row in range(VOCAB) if row not in chosen.tolist()])
+    for used, guests in ((others[:10], others[:10]), (others[10:24], others[:24]), (others[24:48], others[24:48])):
+        private.follow(torch.cat([ids[used], ids[chosen[:3]], torch.tensor([5000, -1])]).to(torch.int32))
+        assert torch.equal(private(hidden[:9]), best(torch.cat([chosen, guests]), logits[:9]))
+    head.weight.copy_(weight.flip(0))
+    private.stale = True
+    private.follow(None)
+    assert torch.equal(private(hidden[:9]), best(chosen, logits[:9].flip(1)))
+
+
 def test_every_row_of_a_reduced_head_and_a_later_update(problem, ranks):
     """Breaks if the map of a reduced vocabulary is lost, or a refill moves memory that graphs hold."""
     from vllm_dflash.engine.private_head import PrivateHead
@@ -130,6 +159,7 @@ def test_two_ranks_share_the_chosen_rows(problem, ranks):
     ],
 )
 def test_reasons_for_the_full_head(change, reason):
+    """Breaks if a smaller head is made where it cannot serve: kept logits, packed weights, a bias, a negative scale."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from vllm_dflash.engine.private_head import build_private_head
@@ -174,8 +204,8 @@ def test_fp8_linear_layers_are_packed_and_packed_again(num_rows):
 
 def test_the_text_is_the_targets(target, draft, baseline, prompts, engine_of):
     """Breaks if smaller weights or a small head change what Model Runner V2 answers, or the line at start does not say so."""
-    given = {"draft_weights": "fp8", "draft_head": "small", "draft_head_rows": 64}
+    given = {"draft_weights": "fp8", "draft_head": "small", "draft_head_rows": 64, "draft_head_guests": 16}
     expected = baseline(prompts, 12)
     engine = engine_of(target, draft, additional_config={"vllm_dflash": given})
     assert engine.generate(prompts, 12) == expected
-    assert "with fp8 weights, private draft head of 64 rows" in engine.speculator._start_line
+    assert "with fp8 weights, private draft head of 64 rows and 16 for tokens in use" in engine.speculator._start_line

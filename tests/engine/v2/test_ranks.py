@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks on Model Runner V2: tensor parallel and an idle data-parallel rank draft and answer as one rank does."""
 
+import copy
+
 import pytest
 import tiny_models
 import torch
 from ranks import LAUNCHED, run_ranks, stay_idle
 from tiny_models import Draft, Target
+
+from vllm_dflash.token_frequency import RowList
 
 pytestmark = pytest.mark.slow  # five interpreted engines, two at a time: 110 CPU seconds
 
@@ -44,15 +48,36 @@ def top_tokens(engine):
     return fused(hidden).tolist(), model.compute_logits(hidden).argmax(dim=-1).tolist(), model.get_top_tokens(hidden).tolist()
 
 
+def small_head(engine):
+    """Drafts for random hidden states by a small head over both ranks, and the best logits among its tokens."""
+    from vllm_dflash.engine.private_head import build_private_head
+
+    model, config = engine.speculator.model, copy.copy(engine.speculator.vllm_config)
+    # Only the first rank's list counts: the two may have read a file that another engine adds to.
+    rows = 40 if torch.distributed.get_rank() == 0 else 30
+    config.additional_config = {"vllm_dflash": {"draft_head": "small", "draft_head_rows": 40}}
+    with pytest.MonkeyPatch.context() as patch:
+        listed = RowList(tuple(range(rows, TARGET.vocab)), TARGET.vocab, "a test", calibrated=True)
+        patch.setattr("vllm_dflash.engine.private_head.find_rows", lambda *_: listed)
+        private = build_private_head(model, config)
+    known = set(model.draft_to_target.tolist())
+    tokens = torch.tensor([token for token in range(40, TARGET.vocab) if token in known][:40]).sort().values
+    hidden = torch.randn(7, TARGET.hidden, generator=torch.Generator().manual_seed(2))
+    return private(hidden).tolist(), tokens[model.compute_logits(hidden)[:, tokens].argmax(dim=-1)].tolist()
+
+
 def test_tensor_and_data_parallel(folders, engine_of):
-    """Breaks if a shard is cut or put together wrongly, or (by waiting) if an idle step takes part in fewer collectives."""
+    """Breaks if a shard, or a small head's part of it, is cut or put together wrongly.
+
+    Or (by waiting) if an idle step takes part in fewer collectives.
+    """
     single = serve(engine_of(*folders))
     engine_class = engine_of.__self__
     engine_class.close()
 
     def sharded(rank):
         engine = engine_class(*folders, **LAUNCHED, tensor_parallel_size=2)
-        return serve(engine), top_tokens(engine)
+        return serve(engine), top_tokens(engine), small_head(engine)
 
     def idle(rank):
         engine = engine_class(*folders, **LAUNCHED, data_parallel_size=2)
@@ -65,3 +90,6 @@ def test_tensor_and_data_parallel(folders, engine_of):
     assert steps >= TOKENS / (K + 1)
     fused, logits, gathered = first[1]
     assert fused == logits == gathered
+    private, best = first[2]
+    assert private == best
+    assert len(set(best)) > 2

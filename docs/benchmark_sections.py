@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections of docs/benchmarks.md on results of one GPU; each is empty while its result has not been measured."""
+
+from collections.abc import Iterable
+
+from benchmark_tables import Load, Row, data, loads, name_of, picture, ratio, result, source, speed_field, table, value
+
+HELD = " K="
+"""In the name of an arm: the planner of the arm before it keeps this draft width."""
+
+
+def _below(ratios: Iterable[tuple[float | None, Load]], limit: float) -> str:
+    """Loads below a limit, in words."""
+    below = sorted((found, load) for found, load in ratios if found is not None and found < limit)
+    return ", ".join(f"{name_of(load)} ({found:.2f})" for found, load in below) or "at no load"
+
+
+def _lowest(ratios: Iterable[tuple[float | None, Load]]) -> str:
+    known = [(found, load) for found, load in ratios if found is not None]
+    return f"{min(known)[0]:.2f} ({name_of(min(known)[1])})" if known else "not measured"
+
+
+def _length(cell: dict[str, Row], arm: str) -> str:
+    found = cell.get(arm, {}).get("acceptance_length")
+    return "-" if found is None else f"{found:.2f}"
+
+
+def _method(provenance: Row, rows: list[Row]) -> str:
+    model, repeats = provenance["model"], max(row["repeats"] for row in rows)
+    return (
+        f"{model[:1].upper()}{model[1:]}, K = {provenance['k']}, {provenance['dtype']}; a load is prompts, temperature (T) and "
+        f"requests at the same time. All arms in one run, taking turns; tokens per second while all requests decode, medians of "
+        f"up to {repeats} repetitions."
+    )
+
+
+def _moved(name: str) -> str:
+    moved = data(name).get("repeatability")
+    if not moved:
+        return ""
+    return (
+        f" The whole list was measured twice: ratios to no speculation moved by {moved['median']:.1%} in the middle, "
+        f"{moved['max']:.1%} at most."
+    )
+
+
+def _equality(rows: list[Row]) -> str:
+    found = [row for row in rows if "answers" in row]
+    if not found:
+        return ""
+    answers, same = (sum(row[key] for row in found) for key in ("answers", "same_tokens"))
+    checked, ties = (sum(row.get(key, 0) for row in found) for key in ("differences_checked", "near_ties"))
+    rest = f"; of {checked} differences that were looked at, {ties} are near ties of the target" if checked else ""
+    return f" Greedy answers equal to those without speculation: {same:,} of {answers:,}{rest}."
+
+
+def side_by_side() -> str:
+    """Real acceptance at the cost of an 8B model, against everything vLLM offers."""
+    name = "side_by_side"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    cells = {load: (cell, speed_field(cell)) for load, cell in loads(rows).items()}
+    pairs = [("builtin", "none"), ("adaptive", "none"), ("ours", "none"), ("ours", "builtin"), ("ours", "adaptive")]
+    lines = []
+    for load, (cell, field) in cells.items():
+        ratios = [ratio(cell, field, *pair) for pair in pairs]
+        lines.append([name_of(load), f"{cell['none'][field]:,.0f}", *ratios, _length(cell, "builtin"), _length(cell, "ours")])
+    head = ["load", "none tok/s", "built-in / none", "adaptive / none", "ours / none", "ours / built-in", "ours / adaptive"]
+    lost = [
+        (base, [(value(cell, field, "ours", base), load) for load, (cell, field) in cells.items()])
+        for base in ("none", "builtin")
+    ]
+    text = (
+        f"## Side by side\n\n{_method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`; *ours*: "
+        f"as it comes.{_moved(name)}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower than the "
+        f"built-in: {_below(lost[1][1], 1.0)}.\n\n"
+    )
+    drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
+    return text + drawn + table([*head, "acceptance length built-in", "ours"], lines) + "\n" + source(name, provenance)
+
+
+def never_slower() -> str:
+    """The planner against no speculation, against every fixed width, against the built-in."""
+    name = "never_slower"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    lines, found = [], {"none": [], "best": [], "builtin": [], "adaptive": []}
+    for load, cell in loads(rows).items():
+        field = speed_field(cell)
+        held = {arm: value(cell, field, arm, "none") or 0.0 for arm in cell if HELD in arm}
+        best = max(held, key=lambda arm: held[arm], default="")
+        bases = {"none": "none", "best": best, "builtin": "builtin", "adaptive": "adaptive"}
+        for key, base in bases.items():
+            found[key].append((value(cell, field, "ours", base), load))
+        fixed = f"{best.rpartition(HELD)[2]}: {held[best]:.2f}" if best else "-"
+        ratios = [ratio(cell, field, "ours", base) for base in bases.values()]
+        lines.append([name_of(load), ratios[0], fixed, *ratios[1:], _shares(cell["ours"]), str(cell["ours"].get("probes", "-"))])
+    busy = {key: [entry for entry in found[key] if entry[1][2] in (32, 64, 128)] for key in ("builtin", "adaptive")}
+    text = (
+        f"## Never slower\n\n{_method(provenance, rows)} *Best fixed K*: the same engine with its planner told to keep a width, "
+        f"and the ratio to none of the best one.{_moved(name)} Lowest of ours: over none {_lowest(found['none'])}, over the best "
+        f"fixed K {_lowest(found['best'])}; at 32 to 128 requests over the built-in {_lowest(busy['builtin'])}, over its "
+        f"adaptive verification {_lowest(busy['adaptive'])}.\n\n"
+    )
+    drawn = picture(f"{name}_speedup", "speed-up over the number of requests") + picture(f"{name}_widths", "chosen draft widths")
+    head = [
+        "load",
+        "ours / none",
+        "best fixed K",
+        "ours / best fixed K",
+        "ours / built-in",
+        "ours / adaptive",
+        "widths",
+        "probes",
+    ]
+    return text + drawn + table(head, lines) + "\n" + source(name, provenance)
+
+
+def _shares(row: Row) -> str:
+    widths = row.get("widths") or {}
+    total = sum(widths.values())
+    ranked = sorted(widths.items(), key=lambda item: -item[1])
+    return ", ".join(f"{width}: {count / total:.0%}" for width, count in ranked if count / total >= 0.01) or "-"
+
+
+def cheaper_drafter() -> str:
+    """What fp8 weights and a private head cost and save on a GPU; the arm ``checkpoint`` drafts with unchanged weights."""
+    name = "cheaper_drafter"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    lines = []
+    for load, cell in loads(rows).items():
+        base = "checkpoint" if "checkpoint" in cell else "builtin"
+        for arm, row in cell.items():
+            if arm == "none":
+                continue
+            change = value(cell, "acceptance_length", arm, base)
+            draft = f"{row['draft_ms']:.2f}" if row.get("draft_ms") else "-"
+            ratios = [ratio(cell, field, arm, "builtin") for field in ("draft_ms", "step_ms", speed_field(cell))]
+            lines.append(
+                [
+                    name_of(load),
+                    arm,
+                    draft,
+                    *ratios,
+                    _length(cell, arm),
+                    "-" if change is None else f"{100 * (change - 1):+.1f} %",
+                ]
+            )
+    head = ["load", "arm", "draft step ms", "/ built-in", "whole step / built-in", "tok/s / built-in", "acceptance length"]
+    text = f"## A cheaper draft: time\n\n{_method(provenance, rows)}{_equality(rows)}\n\n"
+    return text + table([*head, "to unchanged weights"], lines) + "\n" + source(name, provenance)
+
+
+def kernels() -> str:
+    """Each kernel against plain torch and against what the device reaches."""
+    name = "kernels"
+    provenance, rows = result(name)
+    device = next((row for row in rows if row["op"] == "device"), {})
+    cells: dict[Load, dict[str, Row]] = {}
+    for row in rows:
+        if "us" in row:
+            cells.setdefault((row["op"], row["case"]), {})[row["arm"]] = row
+    if not cells:
+        return ""
+    lines = []
+    for (op, case), cell in cells.items():
+        first = cell.get("kernel") or next(iter(cell.values()))
+        others = ", ".join(f"{arm} {row['us'] / first['us']:.2f}" for arm, row in cell.items() if row is not first)
+        product = f"{first['of_matmul_ceiling']:.0%}" if "of_matmul_ceiling" in first else "-"
+        lines.append([f"{op}, {case}", f"{first['us']:,.1f}", others or "-", f"{first['of_copy_ceiling']:.0%}", product])
+    ceilings = f" ({device['copy_tb_s']:.2f} TB/s, {device['matmul_tflop_s']:.0f} TFLOP/s)" if device else ""
+    text = (
+        f"## Kernels\n\nMicroseconds in a CUDA graph; others as multiples of that; shares of a plain copy and of a large bf16 "
+        f"product on the same device{ceilings}. Small cases find their inputs in the cache.\n\n"
+    )
+    head = ["kernel", "us", "others", "of copy", "of product"]
+    return text + table(head, lines) + "\n" + source(name, provenance)
+
+
+def soak() -> str:
+    """Acceptance over thousands of steps: it has to stay level."""
+    name = "soak"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    lines = []
+    for row in rows:
+        tenths = " ".join(f"{length:.2f}" for length in row["acceptance_length_by_tenth"])
+        counts = [f"{row['concurrency']} at a time", f"{row['steps']:,}", f"{row['requests']:,}"]
+        lines.append([*counts, str(row.get("eager_steps", "-")), tenths or "-", f"{row.get('worst_sigmas', 0.0):.1f}"])
+    head = ["requests", "steps", "requests in all", "draft steps without a graph", "acceptance length by tenth of the run"]
+    model = provenance["model"]
+    text = (
+        f"## Soak\n\n{model[:1].upper()}{model[1:]}, lengths mixed, requests coming and going: acceptance has to stay level. "
+        "Last column: the tenth that is furthest from all, in standard errors.\n\n"
+    )
+    return text + table([*head, "worst"], lines) + "\n" + source(name, provenance)
+
+
+def sanitizer() -> str:
+    """What NVIDIA's compute-sanitizer says of the compiled kernels."""
+    name = "sanitizer"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    lines = []
+    for row in rows:
+        found = ["-" if row.get(key) is None else str(row[key]) for key in ("launches", "errors")]
+        lines.append([row["tool"], str(len(row.get("kernels", [])) or "-"), *found, row.get("state", "done")])
+    tool = provenance.get("compute_sanitizer", "").strip()
+    text = f"## Sanitizer\n\nEvery kernel on small odd shapes under NVIDIA's compute-sanitizer{f' ({tool})' if tool else ''}.\n\n"
+    head = ["tool", "kernels", "launches", "errors", "state"]
+    return text + table(head, lines) + "\n" + source(name, provenance)
+
+
+def gpu_tests() -> str:
+    """Outcomes of the tests that need a GPU."""
+    name = "gpu_tests"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    outcomes = ("passed", "failed", "skipped")
+    lines = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        found = [row["outcome"] for row in rows if row["group"] == group]
+        lines.append([group, *(str(found.count(outcome)) for outcome in outcomes)])
+    return "## Tests on a GPU\n\n" + table(["tests", *outcomes], lines) + "\n" + source(name, provenance)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adaptive verification with the fused head's odds and a planner that changes the width: vLLM's features, the target's text.
+
+vLLM allows it with CUDA graphs only, by whose step times it decides; a CPU has neither. Here its demand is lifted, its manager
+gets a cost per row, and the fused head runs through the interpreter. Estimator, manager, runner and planner are the real ones.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+sys.path.append(str(Path(__file__).parents[1] / "v1"))  # reference_check
+from reference_check import Reference
+
+K, VOCAB = 3, 160
+MOST = 48  # rows of a step: beyond, the costs below are prohibitive
+
+
+# -- the estimator's companion ---------------------------------------------------------------------------------------------
+
+
+def estimators(num_states=6):
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    made = tuple(OnlineAcceptanceEstimator(num_states, K, torch.device("cpu")) for _ in range(2))
+    for estimator in made:
+        estimator.intercepts.copy_(torch.tensor([-0.2, 0.1, -0.4]))
+        estimator.features.fill_(9.0)
+        estimator.predictions.fill_(9.0)
+    return made
+
+
+def odds_of(logits, temperatures):
+    from dflash_kernels import reference
+    from dflash_kernels.draft_head import Temperatures
+
+    eye = torch.eye(logits.shape[1])
+    return reference.draft_head(logits, eye, temperatures=Temperatures(*temperatures)).against
+
+
+@pytest.mark.parametrize("width", [1, 2, K])
+def test_odds_and_logits_give_the_same_confidences(width):
+    """Features, predictions and confidences of vLLM's own path, for every width, from the second chunk of a batch on.
+
+    Breaks if a narrow pass is read as one of K drafts, padding rows write over a live request, or a position that was not drafted
+    keeps the confidence of another step.
+    """
+    from vllm_dflash.engine.confidence import DraftConfidence
+
+    states = torch.tensor([4, -1, 0]).repeat_interleave(width)
+    logits = torch.randn(3 * width, 50, generator=torch.Generator().manual_seed(width)) * 4
+    logits[-1, 7] = 90.0  # certain: clamped
+    temperature = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5, 1.0])
+    steps = {w: torch.arange(w, dtype=torch.int32).repeat(4) for w in (1, 2, K)}
+    ours, vllms = estimators()
+    confidence = torch.full((4, K), 0.7)
+    companion = DraftConfidence(ours, confidence, steps, 4 * K)
+    confidence.fill_(0.7)
+    companion.of_odds(odds_of(logits, (states, temperature)), states, 1, width)
+    expected = torch.full((3, K), 0.7)
+    vllms.num_speculative_steps = width
+    vllms.predict(logits, states, steps[width][: 3 * width], expected, temperature)
+    torch.testing.assert_close(ours.features, vllms.features, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.predictions, vllms.predictions, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(confidence[[1, 3], :width], expected[[0, 2], :width], rtol=1e-4, atol=1e-5)
+    assert (confidence[1:, width:] == 0).all()
+    assert (confidence[0] == 0.7).all()
+    assert (ours.features[[1, 2, 3, 5]] == 9.0).all()
+    again = torch.full((4, K), 0.7)
+    DraftConfidence(vllms, again, steps, 4 * K).of_logits(logits, states, steps[width], temperature, 1, width)
+    torch.testing.assert_close(again[[1, 3]], confidence[[1, 3]], rtol=1e-4, atol=1e-5)
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """The fused head over the target's head, with whole logits beside every answer."""
+
+    def __init__(self, model, max_rows):
+        from dflash_kernels.draft_head import HeadWorkspace
+        from vllm_dflash.engine.fused_head import FusedHead
+
+        weight = model.lm_head.weight
+        size = {"max_rows": max_rows, "vocab_rows": weight.shape[0], "dtype": weight.dtype, "device": "cpu"}
+        self.model, self.seen = model, []
+        self.head = FusedHead(model, HeadWorkspace(**size, odds=True), 0, model.lm_head.org_vocab_size)
+
+    def __call__(self, hidden_states):
+        return self.head(hidden_states)
+
+    def winner(self, hidden_states, temperatures):
+        found = self.head.winner(hidden_states, temperatures)
+        rows = temperatures.states >= 0
+        logits = self.model.compute_logits(hidden_states)
+        self.seen.append((found.against[rows], odds_of(logits, temperatures)[rows], temperatures.states[rows]))
+        return found
+
+
+@pytest.fixture
+def adaptive(target, draft, baseline, engine_of, monkeypatch):  # the baseline's engine has to come first
+    """An engine that verifies some of the drafts, whose planner runs; ``engine.checked``: (drafts made, verified) by step."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
+
+    from vllm_dflash.engine.planning import planning_of
+    from vllm_dflash.engine.trimming import trim
+
+    def manager(**arguments):
+        names = ("req_states", "query_start_loc", "num_bonus_tokens")
+        built = vllms.AdaptiveVerificationManager(**{n: arguments[n] for n in names}, max_total_logits=1 << 20)
+        rows = np.arange(1 << 10)
+        built.cost_tables = np.zeros(1 << 10), 4.0 + rows + 1e6 * (rows > MOST)
+        return built
+
+    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda _: None)
+    monkeypatch.setattr(model_runner, "maybe_create_adaptive_verification_manager", manager)
+    monkeypatch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **_: mode)
+    monkeypatch.setattr(vllms, "_assign_draft_token_budget_compiled", vllms._assign_draft_token_budget)
+    engine = engine_of(
+        target,
+        draft,
+        speculative={"enable_adaptive_verification": True},
+        additional_config={"vllm_dflash": {"planner": "on"}},
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+    )
+    speculator, trimmer = engine.speculator, engine.runner.adaptive_verification
+    if not isinstance(speculator._fused_head, Watched):
+        speculator._fused_head = speculator._top_tokens = Watched(speculator.model, 32 * K)
+        speculator._needs_logits = False
+        trim(trimmer, speculator)
+    engine.checked, count = [], type(trimmer).get_num_tokens.__get__(trimmer)
+
+    def counted(tokens, drafts):
+        total = count(tokens, drafts)
+        made = sum(map(len, drafts.values()))
+        engine.checked.append((made, total - sum(tokens.values()) + made))
+        return total
+
+    trimmer.get_num_tokens.__self__._count = counted
+    engine.planning = planning_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
+    return engine
+
+
+def force(planner, widths):
+    """Plans with the widths of an iterator, in order."""
+    from vllm_dflash.planner.planner import Plan
+
+    def plan(names, _context):
+        width = next(widths)
+        return Plan(width, np.full(len(names), width), 1.0)
+
+    planner.plan = plan
+
+
+def widths_of(engine, prompts):
+    """Proposals as of ``engine.watch``, and the width of the step that made each."""
+    proposals, width_of = engine.watch(prompts), {}
+    watched = engine.speculator.propose
+
+    def propose(*args, num_speculative_tokens=None, **kwargs):
+        drafts = watched(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+        width_of.update(dict.fromkeys(proposals.keys() - width_of.keys(), num_speculative_tokens))
+        return drafts
+
+    engine.speculator.propose = propose
+    return proposals, width_of
+
+
+def test_text_and_confidences_whatever_the_widths(adaptive, target, draft, prompts, baseline):
+    """Greedy text, the drafts of the reference, vLLM's odds; the planner sees confidences and the rows that were verified.
+
+    Breaks if rows of drafts that were cut count as context, a narrow step's confidences land on another position or request, or
+    the planner reckons with rows that were never verified.
+    """
+    expected = baseline(prompts, 12)
+    proposals, width_of = widths_of(adaptive, prompts)
+    chooser = random.Random(3)
+    force(adaptive.planning.planner, iter(lambda: chooser.choice([K, 1, 0, K]), None))
+    learnt, observe = [], adaptive.planning.planner.costs.observe
+    adaptive.planning.planner.costs.observe = lambda *args: learnt.append(args[0]) or observe(*args)
+    head = adaptive.speculator._fused_head
+    head.seen.clear()
+    assert adaptive.generate(prompts, 12) == expected
+    vars(adaptive.planning.planner.costs).pop("observe")
+    made, checked = np.array(adaptive.checked).sum(axis=0)
+    assert 0 < checked < made
+    texts = [p + e for p, e in zip(prompts, expected, strict=True)]
+    reference = Reference(Path(target), Path(draft))
+    for width in (1, K):
+        log = [(n, anchor + 1, drafts[:width]) for (n, anchor), drafts in proposals.items() if width_of[n, anchor] == width]
+        assert len(log) > 3
+        assert reference.wrong_drafts(texts, log) == []
+    found, exact, _ = (torch.cat(part) for part in zip(*head.seen, strict=True))
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-6)
+    stats = adaptive.planning.planner.acceptance
+    survival = stats.survival(["any", "other"])
+    assert (survival > 0).all()
+    assert (survival < 1).all()
+    assert (np.diff(survival, axis=1) <= 0).all()
+    assert any(rows > 4 for rows in learnt)
+    assert max(learnt) <= max(4 + kept for _, kept in adaptive.checked)
+
+
+def test_chosen_widths_and_prices(adaptive, prompts, baseline):
+    """The planner chooses by itself, and a narrow draft is priced as such.
+
+    Breaks if adaptive verification switches the planner off, or the manager pays for a full pass when a narrow one runs.
+    """
+    from vllm_dflash.engine import trimming
+
+    vars(adaptive.planning.planner).pop("plan", None)
+    assert adaptive.planning.planner.widths == (0, 1, K)
+    assert adaptive.generate(prompts[:2], 6) == baseline(prompts[:2], 6)
+    trimming.note_draft_times([(rows, 1e-3 * rows) for rows in (2, 4, 8, 16)])
+    trimmer = adaptive.runner.adaptive_verification
+    wrapped = trimmer.get_num_tokens.__self__
+    wrapped._full, wrapped._by_width = (np.full(33, 8.0), trimmer.cost_tables[1]), {}
+    for width, price in ((1, 4.0), (K, 8.0)):
+        wrapped._price(width)
+        assert trimmer.cost_tables[0][2] == price
+    trimming.note_draft_times([])
+    wrapped._full = None
+
+
+@pytest.fixture(scope="module")
+def second_token(target, draft):
+    """Law of the second token after [5, 6, 7] at temperature 1, float64, by the plain-PyTorch reference."""
+    model = Reference(Path(target), Path(draft)).target
+
+    def law(ids):
+        model.reset()
+        return model.forward(ids)[0][-1].double().softmax(dim=-1)
+
+    first = law([5, 6, 7])
+    return sum(p * law([5, 6, 7, token]) for token, p in enumerate(first.tolist()))
+
+
+def test_sampled_tokens_follow_the_target(adaptive, second_token):
+    """Chi-square of the second token, the first that a draft precedes, while half of all requests verify nothing.
+
+    Breaks if what is cut depends on the token that was drafted and not on the draft's distribution alone.
+    """
+    requests = 96
+    vars(adaptive.planning.planner).pop("plan", None)
+    force(adaptive.planning.planner, iter(lambda: K, None))
+    tokens = [tokens[1] for tokens in adaptive.generate([[5, 6, 7]] * requests, 2, temperature=1.0)]
+    made, checked = np.array(adaptive.checked).sum(axis=0)
+    assert checked < 0.5 * made
+    seen, expected = torch.bincount(torch.tensor(tokens), minlength=VOCAB).double(), second_token * requests
+    bins = (expected.cumsum(0) / 6).long()  # some 6 expected in each, 16 of them: the law is flat
+    seen, expected = (torch.zeros(int(bins[-1]) + 1, dtype=torch.float64).index_add(0, bins, x) for x in (seen, expected))
+    kept = expected > 2.5
+    assert kept.sum() > 10
+    scale = seen[kept].sum() / expected[kept].sum()
+    assert chisquare(seen[kept].numpy(), (expected[kept] * scale).numpy()).pvalue > 1e-4

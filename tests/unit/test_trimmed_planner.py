@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft widths where drafts are cut on the device: rates against brute force, survival from confidences, the choice itself."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from vllm_dflash.planner import confidences
+from vllm_dflash.planner.confidences import ConfidenceStats, UsualConfidence
+from vllm_dflash.planner.trimmed import TrimmedPlanner, trimmed_rates
+
+WIDTHS = (0, 1, 3, 7)
+
+
+class Costs:
+    """8B on an H200, roughly: flat up to 184 rows, then linear; drafts a fifth of it."""
+
+    pace, late = 0.006, 0
+
+    def __init__(self, base=0.005, knee=184.0):
+        self.base, self.knee = base, knee
+
+    def seconds(self, verify_rows, query_rows, context, requests=0):
+        del context, requests
+        verify, query = (np.hypot(1.0, np.asarray(rows) / self.knee) for rows in (verify_rows, query_rows))
+        return self.base * (verify + 0.2 * query * (np.asarray(query_rows) > 0))
+
+    def seen(self, verify_rows, requests=0):
+        del verify_rows, requests
+        return 99.0
+
+
+def test_rates_are_those_of_the_best_cut():
+    """Breaks if positions are not admitted in the order of their survival, or a width pays for another's draft pass."""
+    survival = np.cumprod(np.random.default_rng(0).uniform(0.1, 1.0, (3, 3)), axis=1)
+    costs, widths, rows = Costs(knee=2.0), np.array([0, 1, 3]), np.array([0, 2, 4])
+    found = trimmed_rates(survival, widths, costs, rows, 0)
+    for width, row, rate in zip(widths, rows, found, strict=True):
+        best = max(
+            (3 + sum(survival[r, :n].sum() for r, n in enumerate(lengths))) / costs.seconds(3 + sum(lengths), 3 * row, 0)
+            for lengths in itertools.product(range(width + 1), repeat=3)
+        )
+        assert rate == pytest.approx(best)
+
+
+def test_survival_keeps_the_spread_and_the_sum():
+    """Breaks if confident requests are averaged with hopeless ones: a batch's best positions would look worse than they are."""
+    stats = ConfidenceStats(2)
+    stats.note(np.tile([[0.9, 0.9], [0.1, 0.1]], (32, 1)))
+    found = stats.survival(["a", "b", "c", "d"])
+    np.testing.assert_allclose(found, [[0.9, 0.81]] * 2 + [[0.1, 0.01]] * 2)
+    uneven = stats.survival(["a", "b", "c"])
+    np.testing.assert_allclose(uneven.mean(0), found.mean(0))
+    assert (np.diff(uneven, axis=1) <= 0).all()
+    stats.forget(["a"])
+    stats.observe(["a"], [2], [0])
+    np.testing.assert_allclose(stats.survival(["a", "b", "c", "d"]), found)
+
+
+def test_positions_that_were_not_drafted_do_as_usual():
+    """Breaks if a narrow draft hides what a wider one would gain: the planner would never widen again."""
+    stats = ConfidenceStats(3)
+    for _ in range(60):
+        stats.note(np.full((64, 3), 0.8))
+    stats.note(np.full((64, 1), 0.5))
+    np.testing.assert_allclose(stats.survival(["a"]), [[0.5, 0.4, 0.32]], rtol=0.02)
+
+
+def test_usual_confidence_counts_drafts_that_are_reached():
+    """Breaks if a position behind a certain rejection counts as much as one that is looked at."""
+    usual = UsualConfidence(2)
+    for _ in range(80):
+        usual.note(np.array([[1.0, 0.9], [1e-6, 0.1]]))
+    np.testing.assert_allclose(usual.by_position, [0.5, 0.9], atol=0.01)
+
+
+@pytest.mark.parametrize(("requests", "confidence", "least", "most"), [(1, 0.9, 7, 7), (256, 0.3, 0, 1), (64, 0.6, 1, 3)])
+def test_width_follows_load_and_confidence(requests, confidence, least, most):
+    """Breaks if the planner reckons with the rows of whole drafts, or takes counts of cut drafts for rejections."""
+    planner = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1)
+    names = [str(number) for number in range(requests)]
+    chosen = []
+    for _ in range(200):
+        width = planner.plan(names, 0).width
+        chosen.append(width)
+        planner.observe(names, [width] * requests, [0] * requests)
+        if width:
+            planner.acceptance.note(np.full((requests, width), confidence))
+    usual = int(np.median(chosen[100:]))
+    assert least <= usual <= most
+
+
+def test_a_batch_that_stopped_drafting_starts_again():
+    """Breaks if nothing is learnt from a probe's confidences while no draft is verified."""
+    planner = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1)
+    names = [str(number) for number in range(16)]
+
+    def run(confidence, steps):
+        for _ in range(steps):
+            width = planner.plan(names, 0).width
+            if width:
+                planner.acceptance.note(np.full((16, width), confidence))
+        return width
+
+    assert run(0.02, 300) == 0
+    run(0.99, 1500)
+    assert np.median([run(0.99, 1) for _ in range(20)]) > 0
+
+
+def test_news_is_taken_once():
+    """Breaks if the confidences of a step count twice, or those of an earlier engine count at all."""
+    confidences.forget()
+    confidences.record_confidences(np.ones((1, 2)))
+    confidences.record_rows(7)
+    assert len(confidences.take_confidences()) == 1
+    assert confidences.take_rows() == [7]
+    confidences.record_rows(8)
+    confidences.forget()
+    assert confidences.take_confidences() == []
+    assert confidences.take_rows() == []

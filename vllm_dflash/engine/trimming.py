@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's adaptive verification beside drafts of changing width, and what it tells the planner.
+
+vLLM's manager picks, before each step, how many drafts the whole batch verifies (its *budget*, from confidences that reached the
+host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Three
+things change here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
+
+* its draft curve was taken at full width: it is scaled to the width in use;
+* positions that an earlier, narrower pass did not draft have no confidence yet: the budget takes the usual one of that position;
+* confidences and the rows that were really verified go to the planner, where it runs in the same process.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed import get_tp_group
+
+from vllm_dflash.planner import confidences
+
+_DRAFT_TIMES: list[tuple[int, float]] = []
+
+
+def note_draft_times(times: list[tuple[int, float]]) -> None:
+    """(query rows, seconds) of captured draft passes; ranks take those of the first, as they must agree on every budget."""
+    group = get_tp_group()
+    agreed = times if group.world_size == 1 else group.broadcast_object(times, src=0)
+    _DRAFT_TIMES[:] = sorted(agreed)
+
+
+def share_of_full_width(rows: int, full_rows: int, max_requests: int) -> npt.NDArray[np.float64]:
+    """Cost of a pass of ``rows`` query rows per request over one of ``full_rows``, for 0 to ``max_requests`` requests.
+
+    1 throughout where nothing was timed.
+    """
+    if not _DRAFT_TIMES:
+        return np.ones(max_requests + 1)
+    at, seconds = np.array(_DRAFT_TIMES).T
+    requests = np.arange(max_requests + 1)
+    narrow, full = (np.interp(requests * each, at, np.maximum.accumulate(seconds)) for each in (rows, full_rows))
+    share: npt.NDArray[np.float64] = narrow / full
+    return share
+
+
+class Trimming:
+    """Stands before the methods of an ``AdaptiveVerificationManager`` that the runner calls.
+
+    Args:
+        manager: vLLM's; its methods are replaced on this one object.
+        query_rows: rows per request of the draft pass of each width, ascending.
+    """
+
+    def __init__(self, manager: Any, query_rows: dict[int, int]) -> None:
+        self._manager, self._query_rows = manager, query_rows
+        self._count, self._record, self._set_curves = (
+            manager.get_num_tokens,
+            manager.record_confidences,
+            manager.set_cost_curves,
+        )
+        manager.get_num_tokens, manager.record_confidences = self.get_num_tokens, self.record_confidences
+        manager.set_cost_curves = self.set_cost_curves
+        self._usual = confidences.UsualConfidence(manager.num_speculative_steps)
+        self._drafted_for: npt.NDArray[Any] | None = None
+        self._full: Any = None  # vLLM's cost tables, of full width
+        self._by_width: dict[int, Any] = {}
+        confidences.forget()
+
+    def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
+        """As vLLM's: milliseconds by requests and by rows."""
+        self._set_curves(draft_curve, verify_curve)
+        self._full, self._by_width = None, {}
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """As vLLM's: rows of the next step with as many drafts as pay, given all that are scheduled."""
+        width = max(map(len, draft_tokens.values()), default=0)
+        if width:
+            self._price(width)
+            self._complete(list(num_tokens_per_req), width)
+        rows: int = self._count(num_tokens_per_req, draft_tokens)
+        confidences.record_rows(rows)
+        return rows
+
+    def record_confidences(self, confidence_probs: Any, input_batch: Any) -> None:
+        """As vLLM's, called once per step after the draft pass; the copy of the step before has arrived by then."""
+        self._record(confidence_probs, input_batch)
+        slots, self._drafted_for = self._drafted_for, None
+        count = input_batch.num_reqs
+        decoding = ~input_batch.is_prefilling_np[:count]  # others may have no drafts yet
+        self._drafted_for = input_batch.idx_mapping_np[:count][decoding].copy()
+        if slots is None or not slots.size:
+            return
+        manager = self._manager
+        seen = manager._stale_confidences[manager._stale_idx].np[slots]
+        # All requests of a step draft alike; a slot that a new request has taken meanwhile was set to 1 throughout.
+        width = int(((seen > 0).mean(0) > 0.5).sum())
+        if width:
+            drafted = (seen[:, :width] > 0).all(1)
+            news = seen[drafted, :width].astype(np.float64)
+            self._usual.note(news)
+            confidences.record_confidences(news)
+
+    def _price(self, width: int) -> None:
+        """Have the manager reckon with the draft pass that this width runs."""
+        manager = self._manager
+        if manager.cost_tables is None:
+            return
+        if self._full is None:
+            self._full = manager.cost_tables
+        if width not in self._by_width:
+            rows = next(rows for wide, rows in self._query_rows.items() if wide >= width)
+            draft, verify = self._full
+            share = share_of_full_width(rows, list(self._query_rows.values())[-1], len(draft) - 1)
+            self._by_width[width] = draft * share, verify
+        manager.cost_tables = self._by_width[width]
+
+    def _complete(self, names: list[str], width: int) -> None:
+        """Usual confidences where the host's copy is of a narrower pass than the drafts at hand."""
+        manager = self._manager
+        slots = [manager.req_states.req_id_to_index[name] for name in names]
+        stale = manager._stale_confidences[manager._stale_idx].np
+        known = stale[slots]
+        missing = known[:, :width] == 0
+        if missing.any():
+            known[:, :width] = np.where(missing, self._usual.by_position[:width], known[:, :width])
+            stale[slots] = known
+
+
+def trim(manager: Any, speculator: Any) -> None:
+    """Put :class:`Trimming` before ``manager``, once, for a speculator of ours."""
+    if not isinstance(getattr(manager.get_num_tokens, "__self__", None), Trimming):
+        Trimming(manager, {width: shape.num_query_per_req for width, shape in speculator.buffers.shapes.items()})

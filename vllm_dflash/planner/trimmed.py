@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft widths where another cuts the verification: vLLM's adaptive verification admits the drafts of highest survival.
+
+The planner then chooses how many drafts are *made*. A wider pass offers more positions to choose from, and a position that
+promises little is not verified, so a width is worth what the best cut of it is worth::
+
+    rate(w) = max over n of   (R + sum of the n highest a[r, j], j <= w) / (verify(R + n) + draft(R * rows(w)) + slope * context)
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_dflash.planner.confidences import ConfidenceStats
+from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.planner import Floats, Lengths, Planner, RowsOf
+
+_CUTS = 64
+"""Numbers of verified drafts that are tried per width: the rate is flat around the best."""
+
+
+def trimmed_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
+    """Tokens per second of each of ``widths`` with the best cut of its drafts.
+
+    ``survival`` [R, >= largest width]; ``query_rows``: rows per request of each width's draft pass.
+    """
+    requests = survival.shape[0]
+    rates = []
+    for width, rows in zip(widths.tolist(), query_rows.tolist(), strict=True):
+        best = np.sort(survival[:, :width], axis=None)[::-1]
+        cuts = np.unique(np.linspace(0, best.size, _CUTS + 1).astype(np.int64))
+        tokens = requests + np.concatenate([[0.0], np.cumsum(best)])[cuts]
+        rates.append(float((tokens / costs.seconds(requests + cuts, requests * rows, context)).max()))
+    return np.array(rates)
+
+
+class TrimmedPlanner(Planner):
+    """Chooses draft widths only; survival comes from confidences (``acceptance``, see :class:`ConfidenceStats`)."""
+
+    acceptance: ConfidenceStats
+
+    def __init__(self, widths: Sequence[int], costs: StepCosts, rows_of: RowsOf) -> None:
+        super().__init__(widths, costs, rows_of, per_request=False, clock=time.perf_counter)
+        self.acceptance = ConfidenceStats(self.widths[-1])
+
+    def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Nothing, see :class:`ConfidenceStats`; the confidences of a probe come by themselves, whatever was verified."""
+
+    def _rates(self, survival: Floats, context: int) -> Floats:
+        return trimmed_rates(survival, self._widths, self.costs, self._query_rows, context)

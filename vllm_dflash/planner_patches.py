@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches behind ``hooks.DATA_PARALLEL`` and ``hooks.V2_CAPTURED``; light, as the entry point is."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_dflash import hooks
+from vllm_dflash.patching import Patch
+
+
+def planner_table(claims: Callable[[Any], bool]) -> Patch:
+    """Keep the planner's widths where data-parallel ranks need not agree; ``claims(vllm_config)``: the draft is ours.
+
+    A table of the user's own is dropped as ever.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def disable(self: Any) -> Any:
+            if claims(self):
+                from vllm_dflash.engine.planning import why_fixed  # here: vLLM imports its config before its engine
+
+                if why_fixed(self) is None:
+                    return None
+            return original(self)
+
+        return disable
+
+    return Patch(hooks.DATA_PARALLEL, wrap)
+
+
+def verification_timing(claims: Callable[[Any], bool]) -> Patch:
+    """Time verification once the target's graphs exist; a fault there leaves the planner with what it learns."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if kwargs.get("profile_only") or not claims(self.vllm_config):
+                return result
+            from vllm_dflash.engine.verify_timing import time_verification
+
+            try:
+                time_verification(self)
+            except Exception as error:  # noqa: BLE001 - serving works without
+                logger = logging.getLogger("vllm.plugins.dflash")
+                logger.warning("vllm-dflash: verification was not timed at start-up (%s: %s)", type(error).__name__, error)
+            if getattr(self, "adaptive_verification", None) is not None:
+                from vllm_dflash.engine.trimming import trim
+
+                trim(self.adaptive_verification, self.speculator)
+            return result
+
+        return capture_model
+
+    return Patch(hooks.V2_CAPTURED, wrap)
