@@ -1,9 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections of docs/benchmarks.md on results of one GPU; each is empty while its result has not been measured."""
 
+import ast
 from collections.abc import Iterable
+from pathlib import Path
 
-from benchmark_tables import Load, Row, data, loads, name_of, picture, ratio, result, source, speed_field, table, value
+from benchmark_tables import (
+    Load,
+    Row,
+    data,
+    figure,
+    loads,
+    name_of,
+    picture,
+    ratio,
+    result,
+    source,
+    speed_field,
+    table,
+    value,
+    without_moving_lengths,
+)
+
+EVIDENCE = Path(__file__).parents[1] / "tests" / "gpu" / "evidence.py"
 
 HELD = " K="
 """In the name of an arm: the planner of the arm before it keeps this draft width."""
@@ -11,7 +30,10 @@ HELD = " K="
 
 def _below(ratios: Iterable[tuple[float | None, Load]], limit: float) -> str:
     """Loads below a limit, in words."""
-    below = sorted((found, load) for found, load in ratios if found is not None and found < limit)
+    known = [(found, load) for found, load in ratios if found is not None]
+    if not known:
+        return "not measured"
+    below = sorted(pair for pair in known if pair[0] < limit)
     return ", ".join(f"{name_of(load)} ({found:.2f})" for found, load in below) or "at no load"
 
 
@@ -21,16 +43,18 @@ def _lowest(ratios: Iterable[tuple[float | None, Load]]) -> str:
 
 
 def _length(cell: dict[str, Row], arm: str) -> str:
-    found = cell.get(arm, {}).get("acceptance_length")
-    return "-" if found is None else f"{found:.2f}"
+    return figure(cell, arm, "acceptance_length", 2)
 
 
 def _method(provenance: Row, rows: list[Row]) -> str:
-    model, repeats = provenance["model"], max(row["repeats"] for row in rows)
+    model, repeats = provenance["model"], [row["repeats"] for row in rows]
+    least, most = min(repeats), max(repeats)
+    span = str(most) if least == most else f"{least} to {most}"
+    spoken = "one repetition" if most == 1 else f"medians of {span} repetitions"
     return (
         f"{model[:1].upper()}{model[1:]}, K = {provenance['k']}, {provenance['dtype']}; a load is prompts, temperature (T) and "
-        f"requests at the same time. All arms in one run, taking turns; tokens per second while all requests decode, medians of "
-        f"up to {repeats} repetitions."
+        f"requests at the same time. All arms in one run, taking turns; tokens per second while all requests decode, "
+        f"{spoken}."
     )
 
 
@@ -38,9 +62,11 @@ def _moved(name: str) -> str:
     moved = data(name).get("repeatability")
     if not moved:
         return ""
+    cells = loads(data(name)["rows"]).values()
+    twice = sum(any("vs_none_by_run" in row for row in cell.values()) for cell in cells)
     return (
-        f" The whole list was measured twice: ratios to no speculation moved by {moved['median']:.1%} in the middle, "
-        f"{moved['max']:.1%} at most."
+        f" {twice} of {len(cells)} loads were measured twice: ratios to no speculation moved by {moved['median']:.1%} in the "
+        f"middle, {moved['max']:.1%} at most."
     )
 
 
@@ -60,12 +86,13 @@ def side_by_side() -> str:
     provenance, rows = result(name)
     if not rows:
         return ""
-    cells = {load: (cell, speed_field(cell)) for load, cell in loads(rows).items()}
+    comparable = loads(without_moving_lengths(provenance, rows))
+    cells = {load: (cell, speed_field(cell)) for load, cell in comparable.items()}
     pairs = [("builtin", "none"), ("adaptive", "none"), ("ours", "none"), ("ours", "builtin"), ("ours", "adaptive")]
     lines = []
     for load, (cell, field) in cells.items():
         ratios = [ratio(cell, field, *pair) for pair in pairs]
-        lines.append([name_of(load), f"{cell['none'][field]:,.0f}", *ratios, _length(cell, "builtin"), _length(cell, "ours")])
+        lines.append([name_of(load), figure(cell, "none", field), *ratios, _length(cell, "builtin"), _length(cell, "ours")])
     head = ["load", "none tok/s", "built-in / none", "adaptive / none", "ours / none", "ours / built-in", "ours / adaptive"]
     lost = [
         (base, [(value(cell, field, "ours", base), load) for load, (cell, field) in cells.items()])
@@ -74,7 +101,7 @@ def side_by_side() -> str:
     text = (
         f"## Side by side\n\n{_method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`; *ours*: "
         f"as it comes.{_moved(name)}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower than the "
-        f"built-in: {_below(lost[1][1], 1.0)}.\n\n"
+        f"built-in: {_below(lost[1][1], 1.0)}. No acceptance length where drafts had several widths.\n\n"
     )
     drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
     return text + drawn + table([*head, "acceptance length built-in", "ours"], lines) + "\n" + source(name, provenance)
@@ -96,10 +123,11 @@ def never_slower() -> str:
             found[key].append((value(cell, field, "ours", base), load))
         fixed = f"{best.rpartition(HELD)[2]}: {held[best]:.2f}" if best else "-"
         ratios = [ratio(cell, field, "ours", base) for base in bases.values()]
-        lines.append([name_of(load), ratios[0], fixed, *ratios[1:], _shares(cell["ours"]), str(cell["ours"].get("probes", "-"))])
+        lines.append([name_of(load), ratios[0], fixed, *ratios[1:], *_chosen(cell)])
     busy = {key: [entry for entry in found[key] if entry[1][2] in (32, 64, 128)] for key in ("builtin", "adaptive")}
     text = (
-        f"## Never slower\n\n{_method(provenance, rows)} *Best fixed K*: the same engine with its planner told to keep a width, "
+        f"## The planner, fixed widths and no speculation\n\n{_method(provenance, rows)} "
+        f"*Best fixed K*: the same engine with its planner told to keep a width, "
         f"and the ratio to none of the best one.{_moved(name)} Lowest of ours: over none {_lowest(found['none'])}, over the best "
         f"fixed K {_lowest(found['best'])}; at 32 to 128 requests over the built-in {_lowest(busy['builtin'])}, over its "
         f"adaptive verification {_lowest(busy['adaptive'])}.\n\n"
@@ -118,6 +146,12 @@ def never_slower() -> str:
     return text + drawn + table(head, lines) + "\n" + source(name, provenance)
 
 
+def _chosen(cell: dict[str, Row]) -> list[str]:
+    """Shares of the widths that ours chose, and its probes."""
+    row = cell.get("ours", {})
+    return [_shares(row), str(row.get("probes", "-"))]
+
+
 def _shares(row: Row) -> str:
     widths = row.get("widths") or {}
     total = sum(widths.values())
@@ -132,27 +166,56 @@ def cheaper_drafter() -> str:
     if not rows:
         return ""
     lines = []
-    for load, cell in loads(rows).items():
+    for load, cell in loads(without_moving_lengths(provenance, rows)).items():
         base = "checkpoint" if "checkpoint" in cell else "builtin"
-        for arm, row in cell.items():
+        for arm in cell:
             if arm == "none":
                 continue
             change = value(cell, "acceptance_length", arm, base)
-            draft = f"{row['draft_ms']:.2f}" if row.get("draft_ms") else "-"
             ratios = [ratio(cell, field, arm, "builtin") for field in ("draft_ms", "step_ms", speed_field(cell))]
             lines.append(
                 [
                     name_of(load),
                     arm,
-                    draft,
+                    figure(cell, arm, "draft_ms", 2),
                     *ratios,
                     _length(cell, arm),
                     "-" if change is None else f"{100 * (change - 1):+.1f} %",
                 ]
             )
     head = ["load", "arm", "draft step ms", "/ built-in", "whole step / built-in", "tok/s / built-in", "acceptance length"]
-    text = f"## A cheaper draft: time\n\n{_method(provenance, rows)}{_equality(rows)}\n\n"
+    text = f"## A cheaper draft: time\n\n{_method(provenance, rows)}{_equality(rows)} "
+    text += "No acceptance length where drafts had several widths, or were trimmed.\n\n"
     return text + table([*head, "to unchanged weights"], lines) + "\n" + source(name, provenance)
+
+
+def trimmed_verification() -> str:
+    """What it brings that the target looks at no more drafts than pay."""
+    name = "trimmed_verification"
+    provenance, rows = result(name)
+    if not rows:
+        return ""
+    pairs = [
+        ("builtin", "none"),
+        ("checkpoint", "none"),
+        ("fp8 and small head", "none"),
+        ("trimmed", "none"),
+        ("trimmed", "builtin"),
+    ]
+    lines, lost = [], []
+    for load, cell in loads(rows).items():
+        field = speed_field(cell)
+        steps = [figure(cell, arm, "step_ms", 2) for arm in ("none", "builtin", "trimmed")]
+        lines.append([name_of(load), figure(cell, "none", field), *(ratio(cell, field, *pair) for pair in pairs), *steps])
+        lost.append((value(cell, field, "trimmed", "none"), load))
+    text = (
+        f"## Trimmed verification\n\n{_method(provenance, rows)} *Trimmed*: ours with `enable_adaptive_verification`, which has "
+        "to be asked for, otherwise as it comes; *checkpoint* (unchanged draft weights) and *fp8 and small head* keep K."
+        f"{_equality(rows)} Trimmed slower than no speculation: {_below(lost, 1.0)}.\n\n"
+    )
+    head = ["load", "none tok/s", "built-in / none", "checkpoint / none", "fp8 and small head / none", "trimmed / none"]
+    head += ["trimmed / built-in", "whole step ms: none", "built-in", "trimmed"]
+    return text + table(head, lines) + "\n" + source(name, provenance)
 
 
 def kernels() -> str:
@@ -218,14 +281,26 @@ def sanitizer() -> str:
 
 
 def gpu_tests() -> str:
-    """Outcomes of the tests that need a GPU."""
+    """Outcomes of the tests that need a GPU: each group, and what failed by name."""
     name = "gpu_tests"
     provenance, rows = result(name)
     if not rows:
         return ""
     outcomes = ("passed", "failed", "skipped")
-    lines = []
-    for group in dict.fromkeys(row["group"] for row in rows):
+    lines, states = [], provenance.get("states", {})
+    for group in dict.fromkeys([*_groups(), *(row["group"] for row in rows)]):
         found = [row["outcome"] for row in rows if row["group"] == group]
-        lines.append([group, *(str(found.count(outcome)) for outcome in outcomes)])
-    return "## Tests on a GPU\n\n" + table(["tests", *outcomes], lines) + "\n" + source(name, provenance)
+        counts = [str(found.count(outcome)) if found else "-" for outcome in outcomes]
+        lines.append([group, *counts, states.get(group, "-" if found else "not run")])
+    failed = [
+        f"* `{row['test']}`: {' '.join(row.get('reason', '').split())[:160]}\n" for row in rows if row["outcome"] == "failed"
+    ]
+    told = "\nFailed:\n\n" + "".join(failed) if failed else ""
+    return "## Tests on a GPU\n\n" + table(["tests", *outcomes, "state"], lines) + told + "\n" + source(name, provenance)
+
+
+def _groups() -> list[str]:
+    """Groups that tests/gpu/evidence.py knows."""
+    nodes = ast.parse(EVIDENCE.read_text()).body
+    found = next(node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS")
+    return list(ast.literal_eval(found))

@@ -2,6 +2,7 @@
 """What the sections of docs/benchmarks.md are made with: results, tables, ratios, where figures come from."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,28 @@ def ratio(cell: dict[str, Row], field: str, arm: str, base: str) -> str:
 
 def value(cell: dict[str, Row], field: str, arm: str, base: str) -> float | None:
     """The same as a number; None where either was not measured."""
-    if field not in cell.get(arm, {}) or not cell.get(base, {}).get(field):
+    if cell.get(arm, {}).get(field) is None or not cell.get(base, {}).get(field):
         return None
     return float(cell[arm][field] / cell[base][field])
+
+
+def figure(cell: dict[str, Row], arm: str, field: str, digits: int = 0) -> str:
+    """A figure of an arm, or a dash where it was not measured."""
+    found = cell.get(arm, {}).get(field)
+    return "-" if found is None else f"{found:,.{digits}f}"
+
+
+def adaptive_arms(provenance: Row) -> set[str]:
+    """Arms of a benchmark that verify as many drafts as pay, as its command says."""
+    settings = (part.partition("=") for part in shlex.split(provenance["command"]))
+    return {name for name, _, given in settings if '"enable_adaptive_verification":true' in given.replace(" ", "")}
+
+
+def without_moving_lengths(provenance: Row, rows: list[Row]) -> list[Row]:
+    """Rows without ``acceptance_length`` where it covers steps of several draft widths, or trimmed drafts: not comparable."""
+    trimmed = adaptive_arms(provenance)
+    moving = [row["arm"] in trimmed or len(row.get("widths") or {}) > 1 for row in rows]
+    return [row | {"acceptance_length": None} if moves else row for row, moves in zip(rows, moving, strict=True)]
 
 
 def speed_field(cell: dict[str, Row]) -> str:

@@ -118,7 +118,8 @@ V2_CAPTURED = Hook(
 )
 SEAMS = (V2_FACTORY, V2_CAPTURE, V1_PROPOSER, DRAFT_CONFIG, WIDTH_ASKED, ENGINE_CONFIG, SCHEDULE)
 WATCHES = (SPEC_STATS, CACHED_TOKENS, STEP_DONE, V2_CAPTURED, DATA_PARALLEL)
-"""Of watchdog and planner. All but the last only read: they count and time, and pass everything on unchanged."""
+"""Of watchdog and planner. The first three only read. V2_CAPTURED times dummy steps and stands before vLLM's adaptive
+verification (``engine/trimming.py``); the last keeps the planner's table."""
 PARAMETERS = Hook(
     path="vllm.sampling_params:SamplingParams._validate_spec_decode",
     moment="patch",

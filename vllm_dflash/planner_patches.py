@@ -32,7 +32,10 @@ def planner_table(claims: Callable[[Any], bool]) -> Patch:
 
 
 def verification_timing(claims: Callable[[Any], bool]) -> Patch:
-    """Time verification once the target's graphs exist; a fault there leaves the planner with what it learns."""
+    """Once the target's graphs exist: time verification, and stand before vLLM's adaptive verification where that is on.
+
+    A fault there leaves the planner with what it learns, and vLLM with its own budgets.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -40,19 +43,32 @@ def verification_timing(claims: Callable[[Any], bool]) -> Patch:
             result = original(self, *args, **kwargs)
             if kwargs.get("profile_only") or not claims(self.vllm_config):
                 return result
-            from vllm_dflash.engine.verify_timing import time_verification
-
-            try:
-                time_verification(self)
-            except Exception as error:  # noqa: BLE001 - serving works without
-                logger = logging.getLogger("vllm.plugins.dflash")
-                logger.warning("vllm-dflash: verification was not timed at start-up (%s: %s)", type(error).__name__, error)
+            _or_warn(lambda: _time(self), "verification was not timed at start-up")
             if getattr(self, "adaptive_verification", None) is not None:
-                from vllm_dflash.engine.trimming import trim
-
-                trim(self.adaptive_verification, self.speculator)
+                _or_warn(lambda: _trim(self), "vLLM prices trimmed verification by the full draft width")
             return result
 
         return capture_model
 
     return Patch(hooks.V2_CAPTURED, wrap)
+
+
+def _time(runner: Any) -> None:
+    from vllm_dflash.engine.verify_timing import time_verification
+
+    time_verification(runner)
+
+
+def _trim(runner: Any) -> None:
+    from vllm_dflash.engine.trimming import trim
+
+    trim(runner.adaptive_verification, runner.speculator)
+
+
+def _or_warn(work: Callable[[], None], consequence: str) -> None:
+    """Do ``work``, which serving can do without."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  # see above
+        logger = logging.getLogger("vllm.plugins.dflash")
+        logger.warning("vllm-dflash: %s (%s: %s)", consequence, type(error).__name__, error)

@@ -272,8 +272,9 @@ def _watch_step_done(original: Callable[..., Any]) -> Callable[..., Any]:
         planning = getattr(self, "_vllm_dflash_planning", None)
         if planning is not None:
             _guarded(self, planning.finished, scheduler_output, model_runner_output)
-        count_step(self, scheduler_output, model_runner_output, claims)
-        return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        count_step(self, scheduler_output, outputs, claims)
+        return outputs
 
     return update_from_output
 

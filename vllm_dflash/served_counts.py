@@ -57,17 +57,17 @@ def _parse(document: Any, path: Path, vocab_size: int) -> TokenCounts:
     return TokenCounts(Counter({t: e[0] for t, e in entries.items()}), Counter({t: e[1] for t, e in entries.items()}))
 
 
-def add_counts(path: Path, counts: TokenCounts, vocab_size: int) -> int:
+def add_counts(path: Path, counts: TokenCounts, vocab_size: int, *, wait: bool = True) -> int:
     """Add ``counts`` to the file and return how many tokens it then holds.
 
-    Engines that save at the same time wait for each other, and a reader sees the old file or the new one.
+    Engines that save at the same time ``wait`` for each other, and a reader sees the old file or the new one.
 
     Raises:
         RowListError: the file is of another kind or vocabulary; it is left as it is.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written; BlockingIOError: another engine is saving, and this one should not wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
+    with _locked(path, wait=wait):
         known = read_counts(path, vocab_size)
         known.update(counts)
         entries = {token: [times, known.texts[token]] for token, times in sorted(known.times.items())}
@@ -79,8 +79,8 @@ def add_counts(path: Path, counts: TokenCounts, vocab_size: int) -> int:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Held by one process at a time; the system lets go of it when a process dies."""
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

@@ -24,7 +24,8 @@ from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout has the package beside this folder
 from bench_block_attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, kernel_case, make_inputs
-from dflash_kernels.block_attention import Tuning, _tile
+from dflash_kernels.block_attention import Tuning
+from dflash_kernels.block_attention_tile import choose_tile
 from harness import Ceilings, row_of, save
 
 CAPACITY = 40960
@@ -37,7 +38,7 @@ _MOST = 320  # keys times stages; more does not fit into shared memory
 
 def tiles_of(num_query: int, *, thorough: bool) -> dict[str, Tuning]:
     """Candidates by name; the first is what the launcher chooses by itself, spelled out."""
-    best = _tile(num_query * NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, Tuning())
+    best = choose_tile(num_query * NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, Tuning())
     found = [Tuning(keys=best.keys, stages=best.stages, warps=best.warps)]
     found += [
         Tuning(keys=keys, stages=stages, warps=warps, min_keys=max(64, keys))

@@ -13,82 +13,17 @@ capacity, never from lengths; the scratch is allocated once and keeps its addres
 geometry (split and unsplit); all batch sizes share them.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 
 from .block_attention_kernel import _block_attention_kernel, _merge_splits_kernel
+from .block_attention_tile import MOST_KEYS, Tuning, choose_tile
+from .shared_memory import shared_memory
 
 _INTERPRETED = not isinstance(_block_attention_kernel, triton.JITFunction)
 _DEFAULT_NUM_SMS = 132  # H100 and H200; used where the device does not say (interpreter)
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class Tuning(NamedTuple):
-    """Launch parameters; `kernels/benchmarks/sweep_block_attention.py` compares them. Results differ by rounding only.
-
-    At 8 requests (64 programs per split with 8 KV heads, 132 multiprocessors) the splits are a bargain between parallel loads and
-    scratch: each split writes and the merge reads R * Q * Hq * hd numbers, at 1,024 keys and 6 splits in fp32 25 MB beside 34 MB
-    of keys and values. Hence scratch in the query's dtype.
-
-    Attributes:
-        keys: BLOCK_N, keys per step; the address of a key comes from the block table. None: as `_TILES` says, like the next two.
-        stages: prefetch depth, shared between two loads: 3 prefetch one tile of keys (and its table entries before that), 5
-            prefetch two. With 2 the table is read in line, 0.6 us per tile of 64 packed rows.
-        warps: per program.
-        programs_per_sm: what splits aim at; 3 fit beside each other at 128 registers and 65 KiB of shared memory each.
-        min_keys: least keys of a split, below which the merge costs more than the keys; a multiple of `keys`.
-        max_splits: most splits per request.
-        merge_splits, merge_heads: tile of a merging program; 8 and 4 are 32 registers per thread at head_dim 128.
-        short_scratch: splits leave their results in the query's dtype; False: in fp32.
-    """
-
-    keys: int | None = None
-    stages: int | None = None
-    warps: int | None = None
-    programs_per_sm: int = 3
-    min_keys: int = 64
-    max_splits: int = 32
-    merge_splits: int = 8
-    merge_heads: int = 4
-    short_scratch: bool = True
-
-
-class _Tile(NamedTuple):
-    rows: int
-    keys: int
-    stages: int
-    warps: int
-
-
-# By packed rows, for 16-bit numbers and heads of up to 128: winners of `sweep_block_attention.py` on an H200 with 4 query heads
-# per KV head, where 2 and 4 query rows are 16 packed rows (padded), 8 are 32 and 16 are 64. Few rows leave a program little to
-# do per key: short loops of small tiles win for 16, large tiles far ahead for 32.
-_TILES = {16: _Tile(16, 32, 2, 4), 32: _Tile(32, 64, 5, 4), 64: _Tile(64, 32, 5, 4), 128: _Tile(128, 32, 5, 8)}
-_MOST_KEYS = 64
-# 64 keys in 5 stages hold 128 KiB at head_dim 128. All other tiles fit into 99 KiB, the least among current CUDA devices.
-_ROOMY = 160 << 10
-
-
-def _tile(packed_rows: int, head_dim: int, dtype: torch.dtype, tuning: Tuning, *, roomy: bool = True) -> _Tile:
-    """Tile of one program; `roomy` where the device has `_ROOMY` bytes of shared memory for it."""
-    wide = head_dim > 128 or dtype == torch.float32
-    # More rows spill registers: fp32 products run on plain FMA units, and at head_dim 256 the accumulator is 64 KiB.
-    most = 32 if dtype == torch.float32 else 64 if wide else 128
-    rows = min(max(16, triton.next_power_of_2(packed_rows)), most)
-    best = _TILES[rows]
-    if wide or (best.keys > 32 and not roomy):
-        best = _Tile(rows, 32, 2 if wide else 5, best.warps)
-    return _Tile(rows, tuning.keys or best.keys, tuning.stages or best.stages, tuning.warps or best.warps)
-
-
-def _is_roomy(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]) >= _ROOMY
 
 
 class AttentionWorkspace:
@@ -107,8 +42,8 @@ class AttentionWorkspace:
     """
 
     __slots__ = (
+        "_memory",
         "_num_sms",
-        "_roomy",
         "head_dim",
         "lse",
         "max_num_reqs",
@@ -133,8 +68,8 @@ class AttentionWorkspace:
         num_sms: int | None = None,
         tuning: Tuning = Tuning(),  # noqa: B008  # immutable
     ) -> None:
-        if tuning.min_keys % (tuning.keys or _MOST_KEYS):
-            keys = tuning.keys or _MOST_KEYS
+        if tuning.min_keys % (tuning.keys or MOST_KEYS):
+            keys = tuning.keys or MOST_KEYS
             raise ValueError(f"tuning: min_keys must be a multiple of keys; got {tuning.min_keys} and {keys}.")
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -146,7 +81,7 @@ class AttentionWorkspace:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _DEFAULT_NUM_SMS
         self.max_num_reqs, self.num_query_per_req, self.max_seq_len = max_num_reqs, num_query_per_req, max_seq_len
         self.num_heads, self.num_kv_heads, self.head_dim, self._num_sms = num_heads, num_kv_heads, head_dim, num_sms
-        self.tuning, self._roomy = tuning, _is_roomy(torch.device(device))
+        self.tuning, self._memory = tuning, shared_memory(torch.device(device))
         splits = ((reqs, self.num_splits(reqs)) for reqs in range(1, max_num_reqs + 1))
         most = max((reqs * count for reqs, count in splits if count > 1), default=0)
         rows = most * num_query_per_req * num_heads
@@ -240,7 +175,7 @@ def _launch(
     group = heads // workspace.num_kv_heads
     num_reqs = q.shape[0] // num_query
     tuning = workspace.tuning
-    tile = _tile(num_query * group, head_dim, q.dtype, tuning, roomy=workspace._roomy)
+    tile = choose_tile(num_query * group, head_dim, q.dtype, tuning, cache_dtype=k_cache.dtype, memory=workspace._memory)
     m_tiles = triton.cdiv(num_query * group, tile.rows)
     splits = workspace.num_splits(num_reqs, window)
     shared = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "NUM_QUERY": num_query}

@@ -20,6 +20,7 @@ import triton
 
 from .draft_head_kernel import _head_tiles_kernel, _logit_tiles_kernel
 from .draft_head_winner import Temperatures, Winner, combine_shards, pick_winner
+from .shared_memory import HOPPER, SharedMemory, first_that_fits, shared_memory
 
 __all__ = [
     "FUSED_MAX_ROWS",
@@ -61,6 +62,19 @@ LOGIT_TILE, LOGIT_WARPS = 8192, 8
 LOGIT_BYTES = 320 << 20
 _STRIDE = 64  # rows of logits start at multiples of this: cuBLAS and the argmax want 16-byte alignment
 _INTERPRETED = not isinstance(_head_tiles_kernel, triton.JITFunction)
+
+
+def _fused_tile(num_rows: int, dtype: torch.dtype, memory: SharedMemory = HOPPER) -> _Tile:
+    """Tile of `_FUSED_TILES` for `num_rows` rows; in fp32, or on a small device, with fewer stages or less depth."""
+    best = next((tile for tile in _FUSED_TILES if num_rows <= tile.rows), _FUSED_TILES[-1])
+    depths, stages = (best.depth, best.depth // 2, best.depth // 4), range(best.stages, 1, -1)
+    smaller = (best._replace(depth=depth, stages=stage) for depth in depths for stage in stages)
+
+    def num_bytes(tile: _Tile) -> int:
+        buffers = tile.stages if memory.wgmma and dtype.itemsize == 2 else tile.stages - 1
+        return buffers * (tile.vocab + tile.rows) * tile.depth * dtype.itemsize
+
+    return first_that_fits(smaller, num_bytes, memory.limit)
 
 
 class HeadWorkspace:
@@ -225,7 +239,7 @@ def _fused_tiles(
     hidden: torch.Tensor, weight: torch.Tensor, workspace: HeadWorkspace, num_valid: int, temperatures: Temperatures | None
 ) -> int:
     num_rows, depth = hidden.shape
-    tile = next((tile for tile in _FUSED_TILES if num_rows <= tile.rows), _FUSED_TILES[-1])
+    tile = _fused_tile(num_rows, hidden.dtype, shared_memory(hidden.device))
     num_tiles = int(triton.cdiv(num_valid, tile.vocab))
     if num_rows * num_tiles > workspace.values.numel():
         raise ValueError(

@@ -21,8 +21,9 @@ from .draft_head import (
     pick_winner,
 )
 from .draft_head_kernel import _logit_tiles_kernel
-from .fp8_linear import block_rows, default_how, numbers
+from .fp8_linear import block_rows, default_how, numbers, tile_bytes
 from .fp8_linear_kernel import _head_tiles_fp8_kernel
+from .shared_memory import HOPPER, SharedMemory, first_that_fits, shared_memory
 
 FUSED_MAX_ROWS = 64
 _INTERPRETED = not isinstance(_head_tiles_fp8_kernel, triton.JITFunction)
@@ -30,6 +31,25 @@ _INTERPRETED = not isinstance(_head_tiles_fp8_kernel, triton.JITFunction)
 # `bench_draft_gemm.py --sweep` on an H200, H = 4096, microseconds for all 151,936 rows and for 32,768 of them:
 #     sample rows 16: 159 and 40      64: 222 and 49      full bf16 head: 285 and 298
 _TILES = {16: (VOCAB_TILE, 128, 4, 3), 32: (VOCAB_TILE, 128, 4, 3), 64: (2 * VOCAB_TILE, 128, 8, 3)}
+
+
+def _head_tile(block_m: int, dtype: torch.dtype, how: str, memory: SharedMemory = HOPPER) -> tuple[int, int, int, int]:
+    """Tile of `_TILES`; with fewer stages, less depth or fewer vocabulary rows where that does not fit into shared memory.
+
+    fp32 states have the weights widened in shared memory: 256 KiB for 64 rows of the tile as it is.
+    """
+    best, depth, warps, most = _TILES[block_m]
+    smaller = (
+        (vocab, k, warps, stages)
+        for vocab in dict.fromkeys((best, VOCAB_TILE))
+        for k in (depth, depth // 2, depth // 4)
+        for stages in range(most, 1, -1)
+    )
+
+    def num_bytes(tile: tuple[int, int, int, int]) -> int:
+        return tile_bytes(tile[0], block_m, tile[1], tile[3], dtype=dtype, how=how, memory=memory)
+
+    return first_that_fits(smaller, num_bytes, memory.limit)
 
 
 def draft_head_fp8(
@@ -65,10 +85,10 @@ def draft_head_fp8(
     _check(hidden, weight, scale, workspace, num_valid, temperatures)
     num_rows, width = hidden.shape
     block_m = block_rows(num_rows)
-    vocab, depth, warps, stages = _TILES[block_m]
+    how = default_how(hidden)
+    vocab, depth, warps, stages = _head_tile(block_m, hidden.dtype, how, shared_memory(hidden.device))
     num_tiles = int(triton.cdiv(num_valid, vocab))
     if num_rows:
-        how = default_how(hidden)
         _head_tiles_fp8_kernel[(num_tiles * triton.cdiv(num_rows, block_m),)](
             hidden,
             numbers(weight, how),

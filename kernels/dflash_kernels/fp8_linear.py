@@ -16,6 +16,7 @@ import torch
 import triton
 
 from .fp8_linear_kernel import _fp8_linear_kernel
+from .shared_memory import HOPPER, SharedMemory, first_that_fits, shared_memory
 
 MAX_ROWS = 64
 """Most rows of activations; more are bound by compute."""
@@ -111,7 +112,7 @@ def fp8_linear(
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return out
-    tile = choose_tile(rows, width, depth, default_how(x)) if tile is None else tile
+    tile = tile or choose_tile(rows, width, depth, default_how(x), x.dtype, shared_memory(x.device))
     tiles = triton.cdiv(width, tile.width) * triton.cdiv(rows, block_rows(rows))
     _fp8_linear_kernel[(tiles * tile.split,)](
         x,
@@ -153,13 +154,16 @@ def numbers(weight: torch.Tensor, how: str) -> torch.Tensor:
     return weight.view(torch.uint8) if _INTERPRETED or how == "bits" else weight
 
 
-def choose_tile(rows: int, width: int, depth: int, how: str) -> Tile:
+def choose_tile(
+    rows: int, width: int, depth: int, how: str, dtype: torch.dtype = torch.bfloat16, memory: SharedMemory = HOPPER
+) -> Tile:
     """Launch parameters for `[rows, depth]` times `[width, depth]`; winners of `bench_draft_gemm.py --sweep` on an H200.
 
     Microseconds at 16 rows, with bf16 cuBLAS and with cutlass' fp8 product including the quantisation of activations:
         (6144, 4096) 11.5, 16.0, 11.7    (24576, 4096) 29.6, 52.3, 34.6    (4096, 20480) 26.7, 46.6, 34.3
         (4096, 4096)  9.4, 13.4, 10.5    (4096, 12288) 17.9, 30.3, 22.1    (10240, 4096) 16.3, 24.5, 20.6
-    At 32 rows it is ahead of both too, at 64 rows cutlass is ahead.
+    At 32 rows it is ahead of both too, at 64 rows cutlass is ahead. Activations of `dtype` on a device with less shared memory
+    get fewer stages or less depth.
     """
     wide, deep = width >= 16384, depth >= 8192
     if how != "a8":
@@ -174,7 +178,30 @@ def choose_tile(rows: int, width: int, depth: int, how: str) -> Tile:
         tile = Tile(128, 256, 4, 8, 4, how)
     else:
         tile = Tile(128, 128, 4 if not wide else 2 if rows <= 32 else 1, 4, 3, how)
+    smaller = (
+        tile._replace(depth=k, stages=stages)
+        for k in (tile.depth, tile.depth // 2, tile.depth // 4)
+        for stages in range(tile.stages, 1, -1)
+    )
+
+    def num_bytes(tile: Tile) -> int:
+        return tile_bytes(tile.width, block_rows(rows), tile.depth, tile.stages, dtype=dtype, how=how, memory=memory)
+
+    tile = first_that_fits(smaller, num_bytes, memory.limit)
     return tile._replace(split=_split(tile, rows, width, depth))
+
+
+def tile_bytes(
+    width: int, rows: int, depth: int, stages: int, *, dtype: torch.dtype, how: str, memory: SharedMemory = HOPPER
+) -> int:
+    """Shared memory of a program that multiplies e4m3 `[width, depth]` with `[rows, depth]` of `dtype` per step."""
+    weight, x = width * depth, rows * depth
+    if how in ("a8", "half"):  # narrowed activations; for "half" weights that were widened, too
+        narrow = x if how == "a8" else 2 * (weight + x)
+        return (stages if memory.wgmma else stages - 1) * weight + (stages - 1) * x * dtype.itemsize + narrow
+    # Plain FMA units read fp32 weights from shared memory; tensor cores take widened ones from registers, but for wgmma.
+    widened = weight * dtype.itemsize if dtype == torch.float32 or memory.wgmma else 0
+    return (stages - 1) * (weight + x * dtype.itemsize) + widened
 
 
 def _split(tile: Tile, rows: int, width: int, depth: int) -> int:

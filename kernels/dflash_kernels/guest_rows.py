@@ -83,7 +83,7 @@ def admit_guests(
         home: int32 `[V]`, row of `head` for a token that may be a guest, -1 for all others.
         slot_of: int32 `[V]`, guest row of a token, -1 where it has none.
         owner: int32 `[E]`, token of a guest row, -1 where it is free.
-        cursor: int32 `[1]`, guests so far.
+        cursor: int64 `[1]`, guests so far; never wraps.
         weight: float8_e4m3fn `[R, H]`, contiguous; guests are its rows `first_row` to `first_row + E`.
         scale: fp32 `[R]`.
         offsets: int64 `[R]`, as `draft_head_fp8` wants them: row r is token `r + offsets[r]`.

@@ -15,6 +15,10 @@ import gpu_engine  # noqa: E402  # may choose Triton's interpreter, before anyth
 from gpu_engine import Engine, K  # noqa: E402
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")  # evidence.py runs without the project's configuration
+
+
 def pytest_collection_modifyitems(items):
     if gpu_engine.DRY:
         gpu_engine.interpreted._complete_interpreter()

@@ -5,9 +5,10 @@
 
 Each piece of work is a child process with a time limit of its own. What is timed runs alone and first; the rest runs several at a
 time, the most telling first. A piece that is done is not done again (``--again`` does), and files grow as pieces end, so the run
-may be stopped (``--time-limit``) and continued. Parts: kernels -> kernels.json, sweep -> block_attention_sweep.json, soak ->
-soak.json, sanitizer -> sanitizer.json, tests -> gpu_tests.json; ``state.json`` knows what is done, and ``log.txt`` has the last
-lines of what failed. Exits 1 where anything did.
+may be stopped (``--time-limit``) and continued, at the same commit: what was found at another is forgotten, and code that is not
+committed counts as another each time. A piece whose tests were all skipped is not done, and no failure either. Parts: kernels ->
+kernels.json, sweep -> block_attention_sweep.json, soak -> soak.json, sanitizer -> sanitizer.json, tests -> gpu_tests.json;
+``state.json`` knows what is done, and ``log.txt`` has the last lines of what failed. Exits 1 where anything did, or did not run.
 """
 
 import argparse
@@ -42,6 +43,8 @@ PYTEST = [
     "no:cacheprovider",
     "-p",
     "outcomes",
+    "--tb=short",
+    "--show-capture=no",  # compilers log thousands of lines, and only the last of a log are kept: a failure's traceback
 ]
 GROUPS = {  # a process each, by value; what its tests need is in their docstrings
     "speculator": ["tests/gpu/test_speculator_gpu.py"],
@@ -89,12 +92,13 @@ class Evidence:
         command = shlex.join(["python", "tests/gpu/evidence.py", "--parts", options.parts, "--parallel", str(options.parallel)])
         self.origin = provenance(command=command)
         state = out / "state.json"
-        self.rows = json.loads(state.read_text()) if state.exists() else {}
+        found = json.loads(state.read_text()) if state.exists() else {}
+        commit = self.origin["commit"]
+        known = commit != "unknown" and not commit.endswith("-dirty")
+        self.rows = {key: row for key, row in found.items() if known and row.get("commit") == commit}
 
     def is_done(self, job):
-        row = self.rows.get(job.key, {})
-        same = row.get("commit") == self.origin["commit"]
-        return not self.options.again and row.get("state") == "done" and same
+        return not self.options.again and self.rows.get(job.key, {}).get("state") == "done"
 
     def run(self, job):
         if self.is_done(job):
@@ -112,6 +116,8 @@ class Evidence:
             text = log.read_text(encoding="utf-8", errors="replace")
             tests = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
         state = "done" if code == 0 else "out of time" if code is None else "failed"
+        if state == "done" and tests and all(test["outcome"] == "skipped" for test in tests):
+            state = "skipped"
         row = {"part": job.part, "job": job.name, "state": state, "seconds": round(time.monotonic() - begin, 1), "tests": tests}
         row |= {"commit": self.origin["commit"], **(sanitizer_figures(text) if job.part == "sanitizer" else {})}
         if state == "done" and row.get("errors", 0) != 0:  # None: the tool did not run
@@ -155,7 +161,7 @@ class Evidence:
         with self.lock:
             self.rows[job.key] = row
             (self.out / "state.json").write_text(json.dumps(self.rows, indent=1) + "\n")
-            if row["state"] != "done":
+            if row["state"] not in ("done", "skipped"):
                 with (self.out / "log.txt").open("a", encoding="utf-8") as file:
                     file.write(f"==== {job.key}: {row['state']}\n{without_paths(text[-6000:])}\n")
             every = list(self.rows.values())
@@ -166,7 +172,8 @@ class Evidence:
                 for test in found["tests"]
             ]
             if tests:
-                save(self.out / "gpu_tests.json", tests, self.origin)
+                states = {"states": {found["job"]: found["state"] for found in groups}}
+                save(self.out / "gpu_tests.json", tests, self.origin | states)
             keys = ("state", "seconds", "errors", "launches", "kernels")
             tools = [found for found in every if found["part"] == "sanitizer"]
             runs = [{"tool": found["job"], **{key: found[key] for key in keys if key in found}} for found in tools]
@@ -268,7 +275,7 @@ def main():
     missing = {"state": "not run", "seconds": 0.0, "tests": []}
     rows = [evidence.rows.get(job.key, missing | {"part": job.part, "job": job.name}) for job in jobs]
     table(rows)
-    return 1 if any(row["state"] != "done" for row in rows) else 0
+    return 1 if any(row["state"] not in ("done", "skipped") for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -56,6 +56,10 @@ if not HAS_CUDA:
     round_to_nearest()
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")  # for runs without the project's configuration
+
+
 def pytest_collection_modifyitems(items):
     """Compiled, these are GPU tests: `-m gpu` selects them on a machine with a device."""
     if HAS_CUDA:

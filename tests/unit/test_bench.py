@@ -4,6 +4,7 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from vllm_dflash.bench.arms import parse_arms, planning_arm
 from vllm_dflash.bench.figures import cell_row, run_figures
@@ -14,7 +15,7 @@ from vllm_dflash.bench.prompts import groups, label, prompt_set, split_name
 from vllm_dflash.bench.record import load, save, without_folders
 from vllm_dflash.bench.report import HEADINGS, lines, repeatability, width_shares
 from vllm_dflash.bench.rounds import Player, rows_of_cell
-from vllm_dflash.bench.ties import CHECKED, NEAR_TIE, complaints, judged
+from vllm_dflash.cli.app import app
 from vllm_dflash.cli.failure import UserError
 
 
@@ -56,6 +57,14 @@ def test_a_load_without_a_steady_state_in_one_arm_compares_whole_runs():
     base = {"prompts": "copy", "temperature": 0.0, "concurrency": 1}
     rows = [base | {"arm": "none", "tok_s": 100.0, "tok_s_wall": 50.0}, base | {"arm": "ours", "tok_s_wall": 75.0}]
     assert [line[HEADINGS.index("vs none")] for line in lines(rows)] == ["1.00x", "1.50x"]
+
+
+def test_a_whole_run_counts_the_tokens_that_every_arm_must_have():
+    """Breaks if an arm that goes on for longer, while the batch is kept full, spreads its prefill over more tokens."""
+    slow, fast = (run_figures(event(0.1, counts) | {"at_least": 9}) for counts in ([[1] * 9] * 2, [[1] + [4] * 8, [1] * 9]))
+    assert slow["tok_s_wall"] == fast["tok_s_wall"] == pytest.approx(18 / 1.3)
+    early = run_figures(event(0.1, [[1] + [4] * 8]) | {"at_least": 9})  # has them after the third step
+    assert early["tok_s_wall"] == pytest.approx(9 / 0.7)
 
 
 def test_a_run_without_a_steady_state_says_nothing_about_it():
@@ -241,33 +250,43 @@ def test_a_second_run_says_how_far_the_ratios_moved():
     assert repeatability(rows) == pytest.approx({"cells": 1, "median": 0.25, "max": 0.25})
     assert rows[1]["repeats"] == 2
     assert repeatability(rows_of_cell(runs[:1], Cell("code", 1, 0.0, 20, 1), players, "none")) == {}
+    noise = rows_of_cell(runs, Cell("code", 1, 0.0, 20, 1), players, "none", compare=False)
+    assert repeatability(noise)["cells"] == 1  # of dummy weights, too
+    assert "answers" not in noise[1]
 
 
-class Target:
-    """Answers the question for the best next tokens as an engine does, from a table by the tokens so far."""
+def test_runs_are_compared_in_one_figure():
+    """Breaks if the steady state of one run is compared with the whole of another: what moves is then the figure."""
+    players = {"none": Player(None, 0), "ours": Player(None, 7)}
+    short = {"none": [event(0.1, [[1] * 20])], "ours": [event(0.1, [[5, 5, 5, 5]])]}
+    long = {"none": [event(0.1, [[1] * 20])], "ours": [event(0.1, [[1] + [2] * 20])]}
+    rows = rows_of_cell([short, long], Cell("code", 1, 0.0, 20, 1), players, "none")
+    plain = 20 / 2.4
+    assert rows[1]["vs_none_by_run"] == pytest.approx([20 / 0.8 / plain, 41 / 2.5 / plain])
 
-    def __init__(self, table):
-        self.table = table
 
-    def ask(self, question, prompts):
-        assert question == "best"
-        return {"best": [self.table[tuple(prompt["then"])] for prompt in prompts]}
+def test_an_acceptance_length_that_compares_with_no_other_is_not_shown():
+    """Breaks if a planned or trimmed arm, which drafts where it pays, looks as if its drafts were worse."""
+    base = {"prompts": "code", "temperature": 0.0, "concurrency": 1, "tok_s": 1.0, "tok_s_wall": 1.0, "acceptance_length": 2.5}
+    more = [{}, {"widths": {"7": 9}}, {"widths": {"7": 9, "3": 1}}, {"adaptive_verification": True}]
+    found = lines(base | {"arm": str(number)} | each for number, each in enumerate(more))
+    assert [line[HEADINGS.index("AL")] for line in found] == ["2.50", "2.50", "-", "-"]
 
 
-def test_a_difference_is_a_near_tie_only_if_the_target_finds_both_tokens_alike():
-    """Breaks if a lossy answer passes as rounding: the two tokens count, not merely the two best."""
-    answers = {"none": [[7, 1, 2], [8, 1, 2], [9, 1, 2]], "ours": [[7, 1, 2], [8, 5, 2], [9, 1, 6]]}
-    results = {
-        name: [{"outputs": [{"token_ids": ids} for ids in found], "at_least": 3}] for name, found in answers.items()
-    }  # fmt: skip
-    rows = [{"arm": "ours", "prompts": "code", "concurrency": 3, "max_tokens": 3, "same_tokens": 1, "answers": 3}]
-    target = Target({(8,): [[1, -1.0], [5, -1.0 - NEAR_TIE / 2]], (9, 1): [[2, -0.1], [3, -0.2]]})
-    judged(rows, [["p", "q", "r"]], results, "none", target)
-    assert (rows[0]["differences_checked"], rows[0]["near_ties"]) == (2, 1)
-    assert rows[0]["largest_gap"] > NEAR_TIE
-    (complaint,) = complaints(rows)
-    assert "code, 3 at a time: ours differs where the target is sure, at 1 of 2 places" in complaint
-    assert CHECKED > 2
+@pytest.mark.parametrize(
+    ("also", "sentence"),
+    [
+        ({"repeat_run": 0}, "--also repeat_run: found 0; expected an integer from 1 on"),
+        ({"prompt_tokens": "x"}, "--also prompt_tokens: found 'x'; expected an integer from 1 on"),
+        ({"out": 3}, "--also out: found 3; expected a path"),
+        ({"out": "bench.json"}, "--also out: found bench.json twice"),
+    ],
+)
+def test_further_loads_that_cannot_be_measured(also, sentence):
+    """Breaks if one list of loads overwrites another, or a mistake ends in a traceback or in no load at all."""
+    done = CliRunner().invoke(app, ["bench", "--also", json.dumps({"out": "other.json"} | also)])
+    assert done.exit_code == 1
+    assert sentence in " ".join(done.stderr.split())
 
 
 def test_the_planner_that_is_held_must_be_one():

@@ -32,23 +32,54 @@ def soak():
     return load("soak_demo_pair")
 
 
-def test_a_piece_is_done_once_and_its_tests_are_listed(tmp_path):
-    """Without a device the tests of a piece are skipped, each with its reason, and that piece is done.
-
-    Breaks if a GPU test file cannot be collected on a CPU, outcomes are lost, or a continued run does everything again.
-    """
+def test_without_a_device_a_piece_is_skipped(tmp_path):
+    """Breaks if a GPU test file cannot be collected on a CPU, or a piece counts as done though no test of it ran."""
     command = [sys.executable, str(GPU / "evidence.py"), "--out", str(tmp_path), "--parts", "tests", "--only", "full decode only"]
-    options = {"capture_output": True, "text": True, "env": os.environ | {"DFLASH_COMMIT": "0123456789ab"}}
-    first = subprocess.run(command, **options)
-    assert first.returncode == 0, first.stdout + first.stderr
+    environment = os.environ | {"DFLASH_COMMIT": "0123456789ab", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTEST_ADDOPTS"] = "-W error::pytest.PytestUnknownMarkWarning"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu_tests.json").read_text())
-    assert found["provenance"]["commit"] == "0123456789ab"
     assert {row["outcome"] for row in found["rows"]} == {"skipped"}
     assert all("needs a CUDA device" in row["reason"] for row in found["rows"])
-    state = (tmp_path / "state.json").read_text()
-    again = subprocess.run(command, **options)
-    assert "start" not in again.stdout
-    assert (tmp_path / "state.json").read_text() == state
+    assert found["provenance"]["states"] == {"aux, full decode only": "skipped"}
+
+
+def test_a_piece_is_done_once_at_a_commit(tmp_path, evidence, monkeypatch, capsys):
+    """Breaks if a continued run does everything again, or publishes (or trusts) what ran at another commit, or at none."""
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a second less for each piece
+    monkeypatch.setattr(evidence, "GROUPS", {name: [str(tmp_path / "test_it.py")] for name in ("first", "second")})
+
+    def published(commit, only):
+        arguments = ["evidence.py", "--out", str(tmp_path / "out"), "--parts", "tests", "--only", only, "--time-limit", "300"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        monkeypatch.setenv("DFLASH_COMMIT", commit)
+        assert evidence.main() == 0
+        groups = [row["group"] for row in json.loads((tmp_path / "out" / "gpu_tests.json").read_text())["rows"]]
+        return capsys.readouterr().out.count("start "), groups
+
+    assert published("a1", "first") == (1, ["first"])
+    assert published("a1", "first") == (0, ["first"])
+    assert published("b2", "second") == (1, ["second"])
+    assert published("b2-dirty", "second") == (1, ["second"])
+    assert published("b2-dirty", "second") == (1, ["second"])
+
+
+def test_the_end_of_a_log_is_the_traceback(evidence, tmp_path):
+    """Breaks if what compilers log pushes the reason of a failure out of the part of the log that is kept."""
+    test = tmp_path / "test_that_fails.py"
+    test.write_text(
+        "import logging\n\ndef test_it():\n    log = logging.getLogger('torch.__trace')\n    log.setLevel('DEBUG')\n"
+        "    for number in range(500):\n        log.debug('compiled')\n        print('a line')\n    assert 1 == 2, 'because'\n"
+    )
+    variables = {"PYTHONPATH": str(GPU), "DFLASH_OUTCOMES": str(tmp_path / "outcomes"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, *evidence.PYTEST, str(test)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables).stdout
+    assert "AssertionError: because" in said
+    assert "test_that_fails.py:9" in said
+    assert "compiled" not in said
+    assert "a line" not in said
 
 
 def test_every_gpu_test_belongs_to_a_piece(evidence):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_dflash.planner.acceptance import AcceptanceStats
-from vllm_dflash.planner.costs import HOST, RowCurve, StepCosts
+from vllm_dflash.planner.costs import RowCurve, StepCosts
 from vllm_dflash.planner.planner import Planner, draft_widths, fitted_plan, schedule_of, uniform_rates, widths_up_to
 from vllm_dflash.planner.record import LONGEST, Record
 
@@ -291,13 +291,13 @@ def test_times_measured_at_the_start_are_believed_until_steps_say_otherwise():
     assert 14e-3 < float(curve(512)) < 18e-3
     for _ in range(10):
         curve.observe(256, 9e-3)
-    assert curve([32, 64]) == pytest.approx(5.6e-3, rel=0.05)
+    assert curve([32, 64]) == pytest.approx(6e-3, rel=0.05)
     host = RowCurve(184)
     host.measure([(1, 5e-3), (256, 8e-3)])
     for _ in range(10):
         host.observe(8, 20e-3)
-    assert host([1, 64, 256]) == pytest.approx(20e-3, rel=0.05)
-    assert float(host(2048)) == pytest.approx(HOST * 8e-3 * 2048 / 256, rel=0.15)
+    assert host([1, 64, 256]) == pytest.approx([20e-3, 20.7e-3, 23e-3], rel=0.03)
+    assert float(host(2048)) == pytest.approx(15e-3 + 8e-3 * 2048 / 256, rel=0.03)
 
 
 def test_vllm_is_told_every_width():
@@ -348,3 +348,39 @@ def test_widths_have_both_ends_and_respect_the_limit():
     assert draft_widths(15, anchors=1) == (1, 3, 7, 15)
     assert draft_widths(7, anchors=0) == (2, 4, 7)
     assert draft_widths(1, anchors=1) == (1,)
+
+
+def test_the_first_drafts_of_a_step_tell_what_more_of_them_would_bring():
+    """Breaks if positions behind a narrow width keep the odds of the text before: copies would be drafted for three at a time
+    long after seven would pay."""
+    stats, random = AcceptanceStats(7), np.random.default_rng(0)
+    for _ in range(150):  # chat, at full width
+        stats.observe(["a", "b"], [7, 7], np.minimum(random.geometric(0.45, 2) - 1, 7).tolist())
+    chat = stats.survival(["new"])[0]
+    assert chat[6] < 0.1
+    stats.forget(["a", "b"])
+    copies = [f"c{i}" for i in range(16)]
+    for _ in range(6):  # copies, three at a time
+        stats.observe(copies, [3] * 16, np.minimum(random.geometric(0.12, 16) - 1, 3).tolist())
+    assert stats.survival(copies)[:, 6].mean() > 0.25
+    assert stats.survival(["new"])[0, 6] > 3 * chat[6]
+    for _ in range(200):  # for long: what nobody tries must not stay behind what everybody does
+        stats.observe(copies, [3] * 16, np.minimum(random.geometric(0.12, 16) - 1, 3).tolist())
+    stats.forget(copies)
+    assert stats.survival(["next"])[0, 6] == pytest.approx(0.88**7, abs=0.12)
+
+
+def test_a_new_batch_is_planned_for_again_soon():
+    """Breaks if a batch that has just come together runs for dozens of steps on a plan that was made before it was seen."""
+    planner = planner_for(H200, 7)
+    planner._pays = 1.0  # planning is dear: plans are kept for long
+    world = World(planner, H200)
+    world.run([0.02] * 32, 300)
+    names, planned = [f"n{i}" for i in range(32)], []
+    for step in range(40):
+        before = planner._served
+        planner.plan(names, 0)
+        planned += [step] if planner._served <= before else []
+    assert planned[0] == 0
+    assert planned[1] <= 4
+    assert planned[2] <= 10

@@ -79,6 +79,7 @@ def run(asked: BenchRequest) -> None:
     """
     begin, console = time.monotonic(), _wide_console()
     requests = [asked, *(_further(text, asked) for text in asked.also or [])]
+    _distinct([request.out for request in requests])
     if any(request.plots or request.page for request in requests):
         need_matplotlib()
     if asked.show is not None:
@@ -126,12 +127,28 @@ def _further(text: str, asked: BenchRequest) -> BenchRequest:
     if "out" not in given or not given.keys() <= known:
         raise UserError(f'--also: found {text}; expected an object with "out", and at most {", ".join(sorted(known - {"out"}))}.')
     changes: dict[str, Any] = {"plots": None, "page": None}
-    changes |= {field: Path(given[key]) for key, field in _ALSO_PATHS.items() if key in given}
-    changes |= {key: int(given[key]) for key in _ALSO_NUMBERS & given.keys()}
+    changes |= {field: _path(f"--also {key}", given[key]) for key, field in _ALSO_PATHS.items() if key in given}
+    changes |= {key: _count(f"--also {key}", given[key]) for key in sorted(_ALSO_NUMBERS & given.keys())}
     changes |= {key: None if given[key] is None else str(given[key]) for key in _ALSO_TEXTS & given.keys()}
-    if changes["out"] == asked.out:
-        raise UserError(f"--also: found {asked.out} as its out, too; expected a file of its own.")
     return replace(asked, **changes)
+
+
+def _count(option: str, given: Any) -> int:
+    if type(given) is not int or given < 1:
+        raise UserError(f"{option}: found {given!r}; expected an integer from 1 on.")
+    return given
+
+
+def _path(option: str, given: Any) -> Path:
+    if not isinstance(given, str) or not given:
+        raise UserError(f"{option}: found {given!r}; expected a path.")
+    return Path(given)
+
+
+def _distinct(files: Sequence[Path]) -> None:
+    for number, file in enumerate(files):
+        if file.resolve() in [earlier.resolve() for earlier in files[:number]]:
+            raise UserError(f"--also out: found {file} twice, or as --out, too; expected a file of its own for each list.")
 
 
 def _study(asked: BenchRequest, pair: Pair, arms: Sequence[BenchArm], begin: float) -> Study:
@@ -283,12 +300,14 @@ def _players(
     players = {}
     for arm in arms:
         own = 0 if arm.kind == "none" else int(arm.speculative.get("num_speculative_tokens", k))
-        players[arm.name] = Player(engines[arm.name], own)
+        adaptive = bool(arm.speculative.get("enable_adaptive_verification"))
+        players[arm.name] = Player(engines[arm.name], own, adaptive=adaptive)
         if hold and arm == planning_arm(arms):
             held = engines[arm.name].ask("widths", widths=list(hold))
             if not held["possible"]:
                 raise UserError(f"--hold: {held['complaints'][0]}")
             for complaint in held["complaints"]:
                 console.print(f"--hold: {complaint} Left out.", style="yellow", highlight=False)
-            players |= {f"{arm.name} K={width}": Player(engines[arm.name], width, hold=width) for width in held["possible"]}
+            for width in held["possible"]:
+                players[f"{arm.name} K={width}"] = Player(engines[arm.name], width, hold=width, adaptive=adaptive)
     return players

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the ``result`` events of one cell to its row: speeds, latencies, acceptance; medians over repetitions with spreads."""
 
+import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,13 +17,14 @@ _MARGIN = 2  # steps left out at both ends of the steady state: the last prefill
 def run_figures(result: Row) -> Row:
     """Figures of one repetition.
 
-    ``tok_s_wall``: all output tokens over the whole time, prefill included. ``tok_s``, ``step_ms``: while every request
-    decodes. ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per
-    output token of a request behind its first. ``draft_ms``: median time of the draft step, where the engine shares our process.
+    ``tok_s_wall``: output tokens over the whole time, prefill included; of a batch that was kept full, the tokens that each
+    answer had to have until the last had them, so that every arm spreads its prefill over as many. ``tok_s``, ``step_ms``:
+    while every request decodes. ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per output token
+    of a request behind its first. ``draft_ms``: median time of the draft step, where the engine shares our process.
     """
     ends, outputs = result["step_ends"], result["outputs"]
     tokens = sum(len(output["token_ids"]) for output in outputs)
-    row: Row = {"tok_s_wall": tokens / result["seconds"], "tokens": tokens}
+    row: Row = {"tok_s_wall": _whole_run(result), "tokens": tokens}
     first = [ends[output["arrivals"][0]] for output in outputs if output["arrivals"]]
     row["ttft_ms"] = 1e3 * statistics.median(first)
     per_token = sorted(_time_per_token(output, ends) for output in outputs if len(output["token_ids"]) > output["steps"][0])
@@ -38,6 +41,18 @@ def run_figures(result: Row) -> Row:
         if result.get(key) is not None:
             row[key] = result[key]
     return row
+
+
+def _whole_run(result: Row) -> float:
+    """Tokens per second of a whole run."""
+    wanted, ends, outputs = result.get("at_least"), result["step_ends"], result["outputs"]
+    if not wanted:
+        return float(sum(len(output["token_ids"]) for output in outputs) / result["seconds"])
+    last = 0
+    for output in outputs:
+        have = list(itertools.accumulate(output["steps"]))
+        last = max(last, output["arrivals"][min(bisect.bisect_left(have, wanted), len(have) - 1)])
+    return float(sum(min(wanted, len(output["token_ids"])) for output in outputs) / ends[last])
 
 
 def _time_per_token(output: Row, ends: Sequence[float]) -> float:
@@ -80,12 +95,12 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
         row["acceptance_per_position"] = [round(sum(column) / drafts, 4) for column in columns]
     row |= _planned([result["planner"] for result in results if result.get("planner")])
     if plain is not None:
-        pairs = list(zip(_tokens(results), _tokens(plain), strict=True))
+        pairs = list(zip(answers_of(results), answers_of(plain), strict=True))
         row |= {"same_tokens": sum(a == b for a, b in pairs), "answers": len(pairs)}
     return row
 
 
-def _tokens(results: Sequence[Row]) -> list[list[int]]:
+def answers_of(results: Sequence[Row]) -> list[list[int]]:
     """All answers, as far as every arm has to have them."""
     return [output["token_ids"][: result.get("at_least")] for result in results for output in result["outputs"]]
 

@@ -14,7 +14,8 @@ HEADINGS = (
     "", "requests", "arm", "tok/s", "vs none", "ms/token", "p99", "first ms", "step ms", "draft", "AL", "same", "ties",
     "width of drafts",
 )  # fmt: skip
-"""``draft``: share of the step; AL: acceptance length; same: answers without a difference to none, and ties: differences, of
+"""``draft``: share of the step; AL: acceptance length, "-" where drafts had several widths or were trimmed, so that it
+compares with no other; same: answers without a difference to none, and ties: differences, of
 those looked at, where the target had two tokens nearly alike; width of drafts: how often the planner chose it."""
 _TEXTS = ("", "arm", HEADINGS[-1])
 _SHOWN = 0.01  # share of the steps from which on a width is listed
@@ -82,11 +83,15 @@ def _cells(row: Row, speed: float, plain: float | None) -> list[str]:
         _number(row.get("ttft_ms"), 1),
         _number(step),
         f"{draft / step:.0%}" if draft and step else "",
-        _number(row.get("acceptance_length")),
+        "-" if _moves(row) else _number(row.get("acceptance_length")),
         f"{row['same_tokens']} of {row['answers']}" if "answers" in row else "",
         f"{row['near_ties']} of {row['differences_checked']}" if "near_ties" in row else "",
         width_shares(row),
     ]
+
+
+def _moves(row: Row) -> bool:
+    return "adaptive_verification" in row or len(row.get("widths") or {}) > 1
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -8,17 +8,20 @@ from typing import Any
 from vllm_dflash.bench.figures import Row, cell_row
 from vllm_dflash.bench.loads import Cell
 from vllm_dflash.bench.prompts import groups, label
-from vllm_dflash.bench.report import speeds
 from vllm_dflash.cli.engine_run import Engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Player:
-    """Who takes a turn: an engine, as it is or with the draft width that its planner is told to keep."""
+    """Who takes a turn: an engine, as it is or with the draft width that its planner is told to keep.
+
+    ``adaptive``: it verifies as many drafts as pay, so its acceptance length is of those alone.
+    """
 
     engine: Engine
     k: int
     hold: int | None = None
+    adaptive: bool = False
 
     def play(self, prompts: Sequence[Any], cell: Cell, *, ignore_eos: bool) -> Row:
         """The ``result`` event of one group of prompts."""
@@ -46,15 +49,24 @@ def run_cell(
             yield name, players[name].play(group, cell, ignore_eos=ignore_eos)
 
 
-def rows_of_cell(runs: Sequence[Results], cell: Cell, players: Mapping[str, Player], plain: str | None) -> list[Row]:
-    """One row per arm over all runs; ``plain``: the arm without speculation, whose greedy answers the others must repeat.
+def pooled(runs: Sequence[Results]) -> Results:
+    """The results of all runs, one run behind the other."""
+    return {name: [result for run in runs for result in run[name]] for name in runs[0]}
 
-    After a second run rows say how far the ratio to ``plain`` moved (``vs_none_difference``, larger over smaller less 1).
+
+def rows_of_cell(
+    runs: Sequence[Results], cell: Cell, players: Mapping[str, Player], base: str | None, *, compare: bool = True
+) -> list[Row]:
+    """One row per arm over all runs; ``base``: the arm without speculation. ``compare``: greedy answers must be those of it.
+
+    After a second run rows say how far the ratio to ``base`` moved (``vs_none_difference``, larger over smaller less 1).
     """
-    together = {name: [result for run in runs for result in run[name]] for name in players}
-    rows = [_row(name, together, cell, players[name], plain) for name in players]
-    if plain is not None and len(runs) > 1:
-        ratios = [_ratios(run, cell, players, plain) for run in runs]
+    together = pooled(runs)
+    rows = [_row(name, together, cell, players[name], base if compare else None) for name in players]
+    if base is not None and len(runs) > 1:
+        # One figure for all runs: a run with a steady state beside one without would count as having moved.
+        field = "tok_s" if all("tok_s" in row for row in rows) else "tok_s_wall"
+        ratios = [_ratios(run, field, base) for run in runs]
         for row in rows:
             found = [ratio[row["arm"]] for ratio in ratios]
             row |= {"vs_none_by_run": found, "vs_none_difference": max(found) / min(found) - 1}
@@ -65,13 +77,14 @@ def _row(name: str, results: Results, cell: Cell, player: Player, plain: str | N
     compare = results[plain] if plain is not None and name != plain and cell.temperature == 0 else None
     where = {"arm": name, "k": player.k} | dataclasses.asdict(cell) | {"prompts": label(cell.prompts)}
     row = where | cell_row(results[name], compare)
+    if player.adaptive:
+        row["adaptive_verification"] = True
     if player.hold is not None:  # what it was told to do is no decision
         for key in ("timeline", "probes", "planning_ms"):
             row.pop(key, None)
     return row
 
 
-def _ratios(run: Results, cell: Cell, players: Mapping[str, Player], plain: str) -> dict[str, float]:
-    rows = [_row(name, run, cell, players[name], None) for name in players]
-    by_arm = dict(zip(players, speeds(rows), strict=True))
-    return {name: speed / by_arm[plain] for name, speed in by_arm.items()}
+def _ratios(run: Results, field: str, base: str) -> dict[str, float]:
+    speed = {name: cell_row(results, None)[field] for name, results in run.items()}
+    return {name: found / speed[base] for name, found in speed.items()}

@@ -18,7 +18,7 @@ from vllm_dflash.bench.plots import plot_acceptance, plot_speedup, plot_widths
 from vllm_dflash.bench.prompts import label
 from vllm_dflash.bench.record import save
 from vllm_dflash.bench.report import print_table, repeatability
-from vllm_dflash.bench.rounds import Player, Results, groups_of, rows_of_cell, run_cell
+from vllm_dflash.bench.rounds import Player, Results, groups_of, pooled, rows_of_cell, run_cell
 from vllm_dflash.bench.ties import complaints, judged
 
 WARM_UP_TOKENS = 12
@@ -86,10 +86,9 @@ class Measured:
     rows: dict[Cell, list[Row]] = dataclasses.field(default_factory=dict)
 
     @property
-    def plain(self) -> str | None:
-        """The arm whose greedy answers the others must repeat; None where they need not."""
-        names = (name for name, player in self.players.items() if player.engine.spec.arm == "none")
-        return next(names, None) if self.study.compare else None
+    def base(self) -> str | None:
+        """The arm without speculation, which ratios are to and whose greedy answers others repeat; None where there is none."""
+        return next((name for name, player in self.players.items() if player.engine.spec.arm == "none"), None)
 
     @property
     def all_rows(self) -> list[Row]:
@@ -99,7 +98,7 @@ class Measured:
     def take(self, cell: Cell, results: Results) -> None:
         """One more run of a load; the file is complete up to here."""
         self.runs.setdefault(cell, []).append(results)
-        self.rows[cell] = rows_of_cell(self.runs[cell], cell, self.players, self.plain)
+        self.rows[cell] = rows_of_cell(self.runs[cell], cell, self.players, self.base, compare=self.study.compare)
         self.save()
 
     def save(self) -> None:
@@ -133,12 +132,13 @@ def measure(done: Measured, console: Console) -> None:
 
 def judge(done: Measured, console: Console) -> None:
     """Look at where greedy answers differ; when everything is measured, as log probabilities take another path in vLLM."""
-    if done.plain is None:
+    if done.base is None or not done.study.compare:
         return
-    engine = done.players[done.plain].engine
+    engine = done.players[done.base].engine
     for cell, rows in done.rows.items():
-        if cell.temperature == 0:  # a second run shows the differences of the first
-            judged(rows, groups_of(cell, done.study.sets[cell.prompts]), done.runs[cell][0], done.plain, engine)
+        if cell.temperature == 0:
+            runs = done.runs[cell]
+            judged(rows, groups_of(cell, done.study.sets[cell.prompts]) * len(runs), pooled(runs), done.base, engine)
     done.save()
     for complaint in complaints(done.all_rows):
         console.print(f"✗ {complaint}", style="bold red", highlight=False)

@@ -43,9 +43,7 @@ def bench(
     max_tokens: Annotated[str | None, typer.Option(help=_MAX_TOKENS)] = None,
     repeats: Annotated[str, typer.Option(help="Groups of prompts; one number, or one for each --concurrency.")] = "3",
     repeat_run: Annotated[int, typer.Option(min=1, help="Measure everything so often; says how far the ratios move.")] = 1,
-    stop_after: Annotated[
-        float | None, typer.Option(help="Seconds after which no further load begins; for lent machines.")
-    ] = None,
+    stop_after: Annotated[float | None, typer.Option(help="Seconds after which no further load begins.")] = None,
     hold: Annotated[str | None, typer.Option(help="One more arm for each of these draft widths, kept by ours' planner.")] = None,
     also: Annotated[list[str] | None, typer.Option(help=_ALSO)] = None,
     stop_at_end: Annotated[bool, typer.Option(help="Let answers end where the model ends them.")] = False,

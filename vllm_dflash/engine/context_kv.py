@@ -18,7 +18,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
-from vllm_dflash.engine.draft_layers import DraftAttention
+from vllm_dflash.engine.draft_layers import DraftAttention, storable
 
 Slots = torch.Tensor | Sequence[torch.Tensor | None] | None
 """int64 [n] KV-cache slots, shared by all layers or one entry per layer; -1 is a row not to store; None stores nothing."""
@@ -80,6 +80,7 @@ class ContextKV(nn.Module):
             v = v * self.value_scale
         if slots is None:
             return
+        v = storable(v)
         per_layer = [slots] * self.num_layers if isinstance(slots, torch.Tensor) else slots
         for index, (attention, layer_slots) in enumerate(zip(self._attentions, per_layer, strict=True)):
             if layer_slots is not None:

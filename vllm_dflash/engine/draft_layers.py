@@ -69,6 +69,15 @@ def _no_window_of_the_target(cache_config: Any) -> Iterator[None]:
         cache_config.sliding_window = window
 
 
+def storable(values: torch.Tensor) -> torch.Tensor:
+    """Values for the KV cache: finite ones on CPUs.
+
+    CPU attention multiplies what a page holds behind a request's end by zero, and NaN stays NaN: values that overflowed once
+    would spoil the drafts of every later request that gets the page. (Keys there are masked, not multiplied.)
+    """
+    return values.nan_to_num() if values.device.type == "cpu" else values
+
+
 class DraftAttention(nn.Module):
     """Self-attention of one draft layer over its KV cache.
 
@@ -145,7 +154,7 @@ class DraftAttention(nn.Module):
         q, k = self.rotary_emb(positions, q, k)
         if self.value_scale is not None:
             v = v * self.value_scale
-        output: torch.Tensor = self.o_proj(self.attn(q, k, v))[0]
+        output: torch.Tensor = self.o_proj(self.attn(q, k, storable(v)))[0]
         return output
 
 

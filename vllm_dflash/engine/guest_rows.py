@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a small draft head for the tokens that requests have just used: the words of their own subject, which come again.
 
-They lie behind the listed rows, in a ring that all requests share. Every step shows its input tokens (prompts, and what the
-target wrote); those without a row take the place of the oldest guests. Under tensor parallelism a rank has guests of its shard.
+They lie behind the listed rows, in a ring that all requests share. Every step shows its input tokens: what the target wrote, and
+of prompts what no prefix cache holds. Those without a row take the place of the oldest guests. Under tensor parallelism a rank
+has guests of its shard.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ class GuestRows:
         self._home = torch.empty(size, dtype=torch.int32, device=device)
         self._slot_of = torch.empty(size, dtype=torch.int32, device=device)
         self._owner = torch.empty(count, dtype=torch.int32, device=device)
-        self._cursor = torch.empty(1, dtype=torch.int32, device=device)
+        self._cursor = torch.empty(1, dtype=torch.int64, device=device)  # 2^31 admissions are a few days
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +57,7 @@ class GuestRows:
     def admit(self, ids: torch.Tensor, head_weight: torch.Tensor, *, fp8: bool, rounded: bool) -> None:
         """Give rows to those of ``ids`` (int [n], on the head's device) that have none; nothing waits on a GPU."""
         private = self._private
+        ids = ids[-4 * self.count :]  # of a long prefill the last ones; a launch takes as many as there are rows
         if fp8:
             maps = self._home, self._slot_of, self._owner, self._cursor
             out = private.weight, private.scale, private.offsets

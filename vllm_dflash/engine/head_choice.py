@@ -31,8 +31,9 @@ logger = init_logger("vllm.plugins.dflash")
 
 Choice = Literal["full", "every", "small"]
 SURVIVAL = 0.8  # acceptance length 4.2 at K = 7, 4.9 at K = 15: a good draft, which loses more than a bad one
-MISSED = 0.6  # 0.52 to 0.65 with lists that hold 90 to 96 % of the target's tokens
-MISSED_WITH_GUESTS = 0.25  # the loss falls to 0.14 to 0.41 of what it was
+MISSED = 0.6  # 0.54 to 0.70 with lists that hold 90 to 96 % of the target's tokens
+MISSED_WITH_GUESTS = 0.25  # rows for all tokens in use leave 0.05 to 0.41 of the loss
+ENOUGH_GUESTS = 2048  # fewer hold less than what is in use; this many were tried
 _GAIN = 0.97  # noise must not decide: the other variant has to be this much faster
 _WORTH = 1.005  # a small head has to win this much more: its loss is an estimate, that of all rows is none
 _MOST_ROWS = 2048  # a step of more rows is bound by compute like this one
@@ -106,7 +107,7 @@ def choose_by_time(private: Any, full: Any, model: Any, max_rows: int, vllm_conf
     loss, share = None, head_share(vllm_config, model.lm_head.org_vocab_size)
     if len(heads) == 3:
         num_drafts = vllm_config.speculative_config.num_speculative_tokens
-        loss = expected_loss(listed.coverage, num_drafts, guests=private.num_guests > 0)
+        loss = expected_loss(listed.coverage, num_drafts, guests=private.num_guests >= ENOUGH_GUESTS)
     chosen = choose_head(times, share, loss)
     told = "; ".join(describe(t) for t in times)
     expected = "" if loss is None else f"; {len(listed.rows)} rows are expected to cost {loss:.1%} of the acceptance length"

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a private draft head gets: from the user's list, from the one beside the draft, or from the tokenizer's merges."""
+"""Which rows a private draft head gets: of the user's list, of what was served, of the list beside the draft, of the merges."""
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
@@ -100,3 +102,35 @@ def _guess(model_config: Any, vocab_size: int) -> RowList:
     order = [] if tokenizer is None else [token for token in merge_order(tokenizer) if token < vocab_size]
     source = "merge order of the tokenizer" if order else "lowest token ids, as the target has no tokenizer.json"
     return RowList(tuple(dict.fromkeys([*order, *range(vocab_size)])), vocab_size, source, calibrated=False)
+
+
+def rows_on_all_ranks(vllm_config: Any, options: PluginOptions) -> RowList:
+    """The list, or the error, of rank 0 on all tensor-parallel ranks: another engine may be adding to a file of counts."""
+    group = get_tp_group()
+    found: RowList | RowListError | None = None
+    if group.rank_in_group == 0:
+        try:
+            found = find_rows(vllm_config, options)
+        except RowListError as error:
+            found = error
+    if group.world_size > 1:
+        found = group.broadcast_object(found, src=0)
+    if isinstance(found, RowListError):
+        raise found
+    assert found is not None
+    return found
+
+
+def shortlist_of(found: RowList, table: torch.Tensor | None, count: int) -> Shortlist:
+    """The first ``count`` tokens that the head has."""
+    coverage = found.coverage if found.num_rows is not None and count >= found.num_rows else None
+    return Shortlist(_rows_of_head(found.token_ids, table, count), found.source, coverage)
+
+
+def _rows_of_head(token_ids: Sequence[int], table: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Rows of the head for the first ``count`` tokens that it has, int64."""
+    if table is None:
+        return torch.tensor(token_ids[:count])
+    row_of = {token: row for row, token in enumerate(table.tolist())}
+    found = [row_of[token] for token in token_ids if token in row_of]
+    return torch.tensor(found[:count])

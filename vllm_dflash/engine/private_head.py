@@ -11,7 +11,7 @@ memory again, which captured graphs hold.
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,9 +28,8 @@ from dflash_kernels.fp8_linear import quantise_rows
 from vllm_dflash.engine.buffers import MIB
 from vllm_dflash.engine.draft_quantization import many_rows
 from vllm_dflash.engine.guest_rows import GuestRows
-from vllm_dflash.engine.head_rows import Shortlist, find_rows
+from vllm_dflash.engine.head_rows import Shortlist, rows_on_all_ranks, shortlist_of
 from vllm_dflash.options import PluginOptions, read_options
-from vllm_dflash.token_frequency import RowList
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -272,9 +271,9 @@ def build_private_head(model: Any, vllm_config: Any) -> PrivateHead | str:
             logger.warning_once(f"vllm-dflash: draft_head small is not used, drafts come from the full head: {reason}.")
         return reason
     on_cpu, open_choice = head.weight.device.type == "cpu", options.draft_head == "auto"
-    found = find_rows(vllm_config, options)
+    found = rows_on_all_ranks(vllm_config, options)
     # A list that was only guessed is not worth the risk: keep every token unless told otherwise.
-    listed = _shortlist(found, model.draft_to_target, options.draft_head_rows) if found.calibrated or not open_choice else None
+    listed = shortlist_of(found, model.draft_to_target, options.draft_head_rows) if found.calibrated or not open_choice else None
     private = PrivateHead(
         head,
         None if open_choice or listed is None else listed.rows,  # an open choice falls when the heads have been timed
@@ -314,24 +313,6 @@ def _why_full(model: Any, vllm_config: Any, options: PluginOptions) -> str | Non
     if options.draft_head == "auto" and getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "weights are updated in place, and a copy of the head would not follow"
     return None
-
-
-def _shortlist(found: RowList, table: torch.Tensor | None, count: int) -> Shortlist:
-    """The first ``count`` tokens that the head has, the same on all ranks: another engine may be adding to a file of counts."""
-    group = get_tp_group()
-    if group.world_size > 1:
-        found = group.broadcast_object(found, src=0)
-    coverage = found.coverage if found.num_rows is not None and count >= found.num_rows else None
-    return Shortlist(_rows_of_head(found.token_ids, table, count), found.source, coverage)
-
-
-def _rows_of_head(token_ids: Sequence[int], table: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Rows of the head for the first ``count`` tokens that it has, int64."""
-    if table is None:
-        return torch.tensor(token_ids[:count])
-    row_of = {token: row for row, token in enumerate(table.tolist())}
-    found = [row_of[token] for token in token_ids if token in row_of]
-    return torch.tensor(found[:count])
 
 
 def watch_updates(target: Any, model: Any) -> None:

@@ -29,10 +29,9 @@ from vllm_dflash.engine.announce import announce
 from vllm_dflash.engine.capability import of_proposer
 from vllm_dflash.engine.draft_sampling import sample_drafts
 from vllm_dflash.engine.embedded_prompts import EmbeddedPrompts
-from vllm_dflash.engine.late_context import ContextWriter
 from vllm_dflash.engine.pair import drafted_context, resolve_draft
 from vllm_dflash.engine.private_head import watch_updates
-from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block
+from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block, within_limit
 from vllm_dflash.engine.target_vocabulary import shared_vocabulary
 from vllm_dflash.engine.variant_choice import resolve_weights
 from vllm_dflash.planner import measured
@@ -98,8 +97,6 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
         )
         self.draft_attn_groups = [entry.group for entry in self._groups]  # the runner binds KV caches through these
         self.block_size = spec.block_size
-        alone = self.vllm_config.kv_transfer_config is None  # a connector may read a block as soon as it is full
-        self._context = ContextWriter(self.model, self._limit, compact=self._compact, may_wait=self._compact and alone)
         self.capability = of_proposer(self)
         self._start_line = announce(logger, self.draft, self.num_speculative_tokens, self.capability.facts, self._start_line)
 
@@ -172,7 +169,7 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
             num_rejected_tokens_gpu,
             compact=self._compact,
         )
-        self._context.store(committed, target_hidden_states, drafts=num_speculative_tokens > 0)
+        self._store_context(committed, target_hidden_states)
         if num_speculative_tokens == 0:
             return next_token_ids.new_empty((next_token_ids.shape[0], 0), dtype=torch.int64)
         block = self._query_block(committed, next_token_ids, common_attn_metadata)
@@ -186,6 +183,17 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
         if self._compact:  # elsewhere the host only launches
             measured.record_draft(block.input_ids.shape[0], time.perf_counter() - began)
         return drafts
+
+    def _store_context(self, committed: CommittedRows, target_hidden_states: torch.Tensor) -> None:
+        """Steps 1 and 2: fc over the committed rows' aux states, then K/V of all layers into the cache."""
+        if self._limit is not None:
+            committed = within_limit(committed, self._limit, compact=self._compact)
+        if committed.rows is not None:
+            if committed.rows.numel() == 0:
+                return
+            target_hidden_states = target_hidden_states[committed.rows]
+        states = self.model.combine_hidden_states(target_hidden_states)
+        self.model.precompute_and_store_context_kv(states, committed.positions, committed.slots)
 
     def _query_block(self, committed: CommittedRows, next_token_ids: torch.Tensor, common: CommonAttentionMetadata) -> QueryBlock:
         """Step 3: ids, positions and slots of the query rows."""

@@ -35,11 +35,15 @@ def time_verification(runner: Any, requests: tuple[int, ...] = _REQUESTS) -> Non
     wide = int(runner.decode_query_len)
     sizes = sorted({(count * rows, rows) for count in requests for rows in (1, wide) if count <= runner.max_num_reqs})
     times: list[tuple[int, float]] = []
-    for num_rows, rows_per_request in sizes:
-        if num_rows > runner.max_num_tokens or time.perf_counter() - began > _LIMIT:
-            break
-        times += [(num_rows, seconds) for seconds in _timed(runner, num_rows, uniform=rows_per_request > 1)]
-    torch.accelerator.empty_cache()  # as after vLLM's own dummy steps: their activations are no part of serving
+    try:
+        for num_rows, rows_per_request in sizes:
+            if num_rows > runner.max_num_tokens or time.perf_counter() - began > _LIMIT:
+                break
+            times += [(num_rows, seconds) for seconds in _timed(runner, num_rows, uniform=rows_per_request > 1)]
+    finally:  # vLLM's dummy step leaves these as they are when it fails
+        runner.kv_connector.set_disabled(False)
+        runner.execute_model_state = None
+        torch.accelerator.empty_cache()  # as after vLLM's own dummy steps: their activations are no part of serving
     for num_rows, seconds in times:
         measured.record_verification(num_rows, seconds)
     logger.debug("DFlash planner: %d verification passes timed in %.2f s", len(times), time.perf_counter() - began)

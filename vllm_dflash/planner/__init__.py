@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens to draft and to verify in the next step, so that speculation is never slower than none.
+"""How many tokens to draft and to verify in the next step, for the most tokens per second.
 
 Plain Python and numpy; the engine's side is in ``engine/planning.py``. The formula is on one page: ``docs/planner.md``.
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Survival of drafts by position, per request, from verified steps only.
 
-For position j, ``c_j`` is the chance that draft j is accepted given that all before it were. A request's own ``c_j`` is its
-decayed count of successes, shrunk to the population by ``SHRINK`` imagined tries; survival is the running product.
+For position j, ``c_j`` is the chance that draft j is accepted given that all before it were. Text that is easy to guess is so at
+every position: a request's log-odds are the population's, moved by one number that all its tried positions tell
+(:func:`_moved`), so that three drafts a step also tell what seven would bring. Its own decayed counts correct that, with
+``SHRINK`` imagined tries against them; survival is the running product.
 """
 
 import itertools
@@ -18,8 +20,10 @@ REQUEST_DECAY = 0.94
 """Per verified step of the request: some 16 steps of memory, so that a change of topic shows within a second."""
 POPULATION_DECAY = 0.99
 """Per step of the engine: 100 steps, the memory that a new request starts from."""
-SHRINK = 4.0
-"""Imagined tries at the population's rate: a request needs about as many of its own to be believed."""
+SHRINK = 3.0
+"""Imagined tries at the expected rate: a request needs about as many of its own to be believed."""
+SPREAD, COMMON = 0.8, 1.5
+"""How far, in log-odds, requests lie about their batch, and batches about the population: chat and code are 0.8 apart."""
 PRIOR, PRIOR_TRIES = 0.75, 2.0
 """Before anything is seen: optimistic, as a position that is never tried would never be corrected."""
 AT_ONCE = 16
@@ -72,8 +76,22 @@ class AcceptanceStats:
         rows = np.fromiter(map(self._row, names), dtype=np.int64, count=len(names))
         news = self._news.take(tried * (self.max_width + 1) + kept, axis=0)  # [T, R, 2 K]
         self._counts[rows] = _faded(self._counts.take(rows, axis=0), self._request_fade.take(tried, axis=0), news)
-        fade = self._population_fade.take(tried.max(1), axis=0)
-        self._all_counts = _faded(self._all_counts, fade, news.sum(1))
+        reached = tried.max(1)
+        before = self._population()
+        self._all_counts = _faded(self._all_counts, self._population_fade.take(reached, axis=0), news.sum(1))
+        self._carry(before, int(reached.max()))
+
+    def _population(self) -> Array:
+        rates: Array = self._all_counts[self.max_width :] / self._all_counts[: self.max_width]
+        return rates
+
+    def _carry(self, before: Array, reached: int) -> None:
+        """Move positions that nobody tries any more along with those before them: the text has changed for all of them."""
+        if not 0 < reached < self.max_width:
+            return
+        moved = float((_log_odds(self._population()[:reached]) - _log_odds(before[:reached])).mean())
+        behind = _rate(_log_odds(before[reached:]) + moved)
+        self._all_counts[self.max_width + reached :] = behind * self._all_counts[reached : self.max_width]
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Finished requests; unknown ones are ignored."""
@@ -87,14 +105,17 @@ class AcceptanceStats:
         """P(the first j + 1 drafts are all accepted) as [len(request_ids), K]; unknown requests get the population's."""
         self._count()
         width = self.max_width
-        population = self._all_counts[width:] / self._all_counts[:width]
+        population = self._population()
         rows = np.fromiter((self._row_of.get(name, -1) for name in request_ids), dtype=np.int64, count=len(request_ids))
         if not self._counts.shape[0]:
             return np.tile(np.cumprod(population), (len(rows), 1))
         counts = self._counts.take(np.maximum(rows, 0), axis=0)
         counts[rows < 0] = 0.0
-        conditional = (counts[:, width:] + SHRINK * population) / (counts[:, :width] + SHRINK)
-        return np.cumprod(conditional, axis=1, dtype=np.float64)
+        tries, hits = counts[:, :width], counts[:, width:]
+        odds = _log_odds(population)
+        common = _moved(odds, tries.sum(0, keepdims=True), hits.sum(0, keepdims=True), 0.0, COMMON)
+        expected = _rate(odds + _moved(odds, tries, hits, float(common[0]), SPREAD)[:, None])
+        return np.cumprod((hits + SHRINK * expected) / (tries + SHRINK), axis=1, dtype=np.float64)
 
     def _row(self, name: str) -> int:
         row = self._row_of.get(name)
@@ -116,3 +137,27 @@ def _faded(counts: Array, fade: Array, news: Array) -> Array:
     for factor, more in zip(fade, news, strict=True):
         counts = counts * factor + more
     return counts
+
+
+def _log_odds(rates: Array) -> Array:
+    inside: Array = np.clip(rates, 1e-3, 1 - 1e-3)
+    return np.log(inside / (1 - inside))
+
+
+def _rate(odds: Array) -> Array:
+    rates: Array = 1.0 / (1.0 + np.exp(-odds))
+    return rates
+
+
+def _moved(odds: Array, tries: Array, hits: Array, mean: float, spread: float) -> Array:
+    """[R]: by how much the log-odds of all positions [K] are best moved for each row of counts [R, K].
+
+    The most likely value under a normal prior, by Newton's method from its mean: three bounded steps are within 0.05.
+    """
+    moved = np.full(len(tries), mean)
+    for _ in range(3):
+        rates = _rate(odds + moved[:, None])
+        slope = (hits - tries * rates).sum(1) - (moved - mean) / spread**2
+        curvature = (tries * rates * (1 - rates)).sum(1) + 1 / spread**2
+        moved = moved + np.clip(slope / curvature, -1.5, 1.5)
+    return moved

@@ -28,8 +28,6 @@ RECENT = 9
 """Observations that a median is taken of, the lower of two in the middle: what looks good with few is tried, and soon known."""
 CLIP = 1.5
 """An observation counts as at most this far off that median, or off what was expected where there are fewer than three."""
-HOST = 1.25
-"""Steps that take this much longer than their pass took alone wait for the host: more rows then cost nothing at first."""
 DRAFT_SHARE = 0.2
 """Draft pass over verification at equal rows, until a draft is timed: 5 layers and a head of some 36 layers."""
 _MAX_ROWS = 1 << 17
@@ -153,11 +151,11 @@ class RowCurve:
         pull = self._kernel * weight
         ratio = np.exp((pull @ np.log(mean)) / pull.sum(1))
         if self.measured:
-            seen = weight > 0
-            waits = seen & (mean > HOST)
-            floor = float((self._shape * mean)[waits].min()) if waits.any() else 0.0
-            unseen = np.maximum(self._shape * np.minimum(ratio, HOST), floor)
-            ratio = np.where(seen, ratio, unseen / self._shape)
+            # Beyond the pass alone a step has sampling, real contexts and, where the host is behind, waiting: parts of any row
+            # count. As factors they would grow with the rows.
+            beyond = (pull @ np.maximum(self._shape * (mean - 1.0), 0.0)) / pull.sum(1)
+            unseen = self._shape * np.minimum(ratio, 1.0) + beyond
+            ratio = np.where(weight > 0, ratio, unseen / self._shape)
         # What was never run has next to no say in what was. Logarithms, as times err upwards.
         self._values = np.exp(_rising(np.log(self._shape * ratio), weight + 1e-3))
         self._listed, self._fresh = self._values.tolist(), True

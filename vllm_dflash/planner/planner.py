@@ -30,7 +30,8 @@ LARGE_GAIN, DWELL = 0.10, 8
 WORTH = 0.04
 """What drafts for some requests must promise over none at all: the luckiest of many look better than they are."""
 REPLAN = (6, 64)
-"""Fewest and most steps that a plan serves while the batch stays nearly the same."""
+"""Fewest and most steps that a plan serves while the batch stays nearly the same; a batch that has just come together is planned
+for again after half as many steps as it has run."""
 PLANNING_SHARE = 0.005
 """Part of the time that planning may take, in between: it delays the next step of a target that the host bounds."""
 LATE = 2
@@ -142,7 +143,7 @@ class Planner:
         self._fixed: int | None = None
         self._current: Plan | None = None
         self._planned_for: list[str] = []
-        self._served, self._serves = 0, REPLAN[0]
+        self._served, self._serves, self._age = 0, REPLAN[0], 0
         self._pays = 2e-4  # seconds of planning once
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
@@ -157,8 +158,11 @@ class Planner:
         self._wait -= 1
         self._served += 1
         plan = self._current
-        due = self._served >= self._serves or self._wait <= 0 or self.costs.late > LATE
-        if plan is None or due or self._is_other(request_ids):
+        self._age += 1
+        due = self._served >= min(self._serves, max(self._age // 2, REPLAN[0] // 2))
+        other = self._is_other(request_ids)
+        if plan is None or other or due or self._wait <= 0 or self.costs.late > LATE:
+            self._age = 0 if other else self._age
             self.costs.late = 0
             began = self._clock()
             plan = self._replan(list(request_ids), context)
@@ -172,8 +176,10 @@ class Planner:
     def _is_other(self, request_ids: Sequence[str]) -> bool:
         if self.per_request:
             return self._planned_for != request_ids
-        before = len(self._planned_for)
-        return abs(len(request_ids) - before) * OTHER_BATCH > before
+        before = self._planned_for
+        # Requests are in the order of their arrival: once the first has left, others of its age are leaving.
+        other_first = bool(before and request_ids and before[0] != request_ids[0])
+        return other_first or abs(len(request_ids) - len(before)) * OTHER_BATCH > len(before)
 
     def hold(self, width: int | None) -> None:
         """Plan ``width`` for every request of every step, without probes, until told otherwise; None chooses again.

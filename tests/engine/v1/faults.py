@@ -13,17 +13,11 @@ from vllm_dflash.engine import proposer as proposer_module
 
 
 class Swap:
-    """``swap(owner, name, value)`` sets attributes, modules and buffers included, until the ``with`` block ends.
-
-    ``afterwards(action)``: what has to be cleaned up then, too.
-    """
+    """``swap(owner, name, value)`` sets attributes, modules and buffers included, until the ``with`` block ends."""
 
     def __enter__(self):
-        self._old, self._actions = [], []
+        self._old = []
         return self
-
-    def afterwards(self, action):
-        self._actions.append(action)
 
     def __call__(self, owner, name, value):
         held = [vars(owner)]
@@ -38,8 +32,6 @@ class Swap:
                 setattr(owner, name, value)
             else:
                 delattr(owner, name)
-        for action in self._actions:
-            action()
 
 
 def _attentions(engine):
@@ -166,7 +158,7 @@ def _first_k_norm(engine, swap):
     swap(context, "k_norm_weight", context.k_norm_weight[:1].expand_as(context.k_norm_weight).contiguous())
 
 
-def _context_kv(change):
+def context_kv(change):
     """``change`` the context's K and V [n, layers, 2, kv heads * head_dim] before K norm and rotation."""
 
     def fault(engine, swap):
@@ -184,13 +176,6 @@ def _context_kv(change):
 
 def _float16_overflow(engine, swap):
     """The first token's states overflow, as they do in float16 where a target's are a little larger than this one's (24894)."""
-
-    def clear():  # attention on CPUs multiplies what a page holds behind a request's end by zero, and NaN stays NaN
-        for attention in _attentions(engine):
-            cache = attention.attn.kv_cache
-            (cache[0] if isinstance(cache, list) else cache).zero_()
-
-    swap.afterwards(clear)
     _states(lambda blocks: torch.where(blocks.abs() > torch.finfo(torch.float16).max / 4, torch.inf, blocks))(engine, swap)
 
 
@@ -276,7 +261,7 @@ LOUD = {
     "mask token 0": _mask_token,
     "final norm never loaded": _initial_norm("model.norm"),
     "vocabulary map off by one": _next_vocabulary_id,
-    "keys and values exchanged": _context_kv(lambda kv: kv.flip(2)),
+    "keys and values exchanged": context_kv(lambda kv: kv.flip(2)),
     "mask token in the anchor's row": _query(lambda anchors, tokens, mask: (anchors, torch.full_like(tokens, mask))),
     "anchor of the neighbour": _query(lambda anchors, tokens, _: (anchors, tokens.roll(1))),
     "rejected rows kept": _keep_rejected,
@@ -312,7 +297,7 @@ EXACT_FAULTS = LOUD | {
     "norm of one layer never loaded": _initial_norm("model.layers.1.input_layernorm"),
     "norm of the context never loaded": _initial_norm("hidden_norm"),
     "K norm of the first layer in all layers": _first_k_norm,
-    "K/V rounded to float8_e5m2": _context_kv(lambda kv: kv.to(torch.float8_e5m2).float()),
+    "K/V rounded to float8_e5m2": context_kv(lambda kv: kv.to(torch.float8_e5m2).float()),
     "context positions one too high": _committed(lambda c, *_: _shifted(c)),
     "query positions one too high": _shift_queries,
     "anchor counted twice": _query(lambda anchors, tokens, _: (anchors + 1, tokens)),

@@ -6,7 +6,8 @@ vocabulary, a mask embedding, scales, sinks, YaRN. Its clean drafts equal the re
 """
 
 import pytest
-from faults import EXACT_FAULTS, Swap
+import torch
+from faults import EXACT_FAULTS, Swap, context_kv
 from reference_check import Reference
 from tiny_models import Draft
 
@@ -68,6 +69,15 @@ def test_a_fault_changes_drafts(fault, served):
         EXACT_FAULTS[fault](engine, swap)
         wrong, _ = differing()
     assert wrong
+
+
+def test_pages_of_a_request_that_overflowed_serve_others(served):
+    """Breaks if NaN that one request left in a page spoils the drafts of the next one that gets it."""
+    engine, differing = served
+    with Swap() as swap:
+        context_kv(lambda kv: torch.full_like(kv, torch.inf))(engine, swap)
+        assert differing()[0]
+    assert differing()[0] == []
 
 
 def test_all_faults_are_gone(served):

@@ -21,12 +21,12 @@ def counter(tmp_path, monkeypatch):
 def test_answers_are_counted_whole_and_saved_every_minute(counter):
     """Breaks if a token counts as many texts as it has occurrences, or a process that is killed loses more than a minute."""
     counting, path, clock = counter
-    counting.step(set(), {"a": 0, "b": 1}, [[5, 5], [6]])
-    counting.step(set(), {"b": 0, "a": 1}, [[5, 200], [5, 7]])
-    counting.step({"a"}, {"b": 0}, [[]])
+    counting.step([], [("a", [5, 5], False), ("b", [6], False)])
+    counting.step([], [("b", [5, 200], False), ("a", [5, 7], True)])
+    counting.step(["a"], [("b", [], False)])
     assert not path.exists()
     clock[0] = 61.0
-    counting.step(set(), {"b": 0}, [[8]])
+    counting.step([], [("b", [8], False)])
     found = read_counts(path, VOCAB)
     assert dict(found.times) == {5: 3, 7: 1}
     assert dict(found.texts) == {5: 1, 7: 1}
@@ -39,8 +39,8 @@ def test_a_file_is_written_the_more_rarely_the_larger_it_is(counter, monkeypatch
     """Breaks if a busy engine writes its file every few steps."""
     counting, path, _ = counter
     saves = []
-    monkeypatch.setattr(served_tokens, "add_counts", lambda *_: saves.append(1) or 80_000)
+    monkeypatch.setattr(served_tokens, "add_counts", lambda *_, **__: saves.append(1) or 80_000)
     for number in range(30):
-        counting.step({str(number - 1)}, {str(number): 0}, [[1] * 1000])
+        counting.step([], [(str(number), [1] * 1000, True)])
     assert len(saves) == 3  # after 9 thousand tokens, then every 10 thousand: an eighth of 80 thousand
     assert not path.exists()

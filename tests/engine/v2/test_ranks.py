@@ -58,7 +58,7 @@ def small_head(engine):
     config.additional_config = {"vllm_dflash": {"draft_head": "small", "draft_head_rows": 40}}
     with pytest.MonkeyPatch.context() as patch:
         listed = RowList(tuple(range(rows, TARGET.vocab)), TARGET.vocab, "a test", calibrated=True)
-        patch.setattr("vllm_dflash.engine.private_head.find_rows", lambda *_: listed)
+        patch.setattr("vllm_dflash.engine.head_rows.find_rows", lambda *_: listed)
         private = build_private_head(model, config)
     known = set(model.draft_to_target.tolist())
     tokens = torch.tensor([token for token in range(40, TARGET.vocab) if token in known][:40]).sort().values

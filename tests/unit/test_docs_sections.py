@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/benchmarks.md says of results that are not complete: arms, repetitions, groups of tests that are missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ORIGIN = {"gpu": "NVIDIA H200", "versions": {"vllm": "0.33.0"}, "commit": "y", "date": "2026-11-30", "model": "the pair"}
+ORIGIN |= {
+    "k": 7,
+    "dtype": "bfloat16",
+    "command": """bench --arm 'trimmed=ours:{"speculative":{"enable_adaptive_verification":true}}'""",
+}
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """``put(name, rows, **more)`` writes a result; ``make()`` is the module that makes the page of those."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import benchmark_tables
+    import make_benchmarks
+
+    monkeypatch.setattr(benchmark_tables, "RESULTS", tmp_path)
+
+    def put(name, rows, **more):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"provenance": ORIGIN, "rows": rows} | more))
+
+    return put, make_benchmarks
+
+
+def row(arm, requests=1, speed=100.0, **more):
+    common = {"prompts": "chat", "temperature": 0.0, "repeats": 1, "acceptance_length": 3.0, "draft_ms": 0.5, "step_ms": 6.0}
+    return common | {"arm": arm, "concurrency": requests, "tok_s": speed} | more
+
+
+@pytest.mark.parametrize("arm", ["none", "builtin", "adaptive", "ours", "fixed", "trimmed"])
+@pytest.mark.parametrize("with_it", [True, False])
+def test_an_arm_that_is_missing_is_a_dash(pages, arm, with_it):
+    """Breaks if a result of fewer arms ends in a traceback, or says of what was not measured that it never loses."""
+    put, make = pages
+    arms = {"none", "builtin", "adaptive", "ours", "fixed", "planned", "trimmed"}
+    rows = [row(name) for name in sorted({arm} if with_it else arms - {arm})]
+    for name in ("side_by_side", "never_slower", "gpu_speculator", "gpu_demo_pair", "cheaper_drafter", "trimmed_verification"):
+        put(name, rows)
+    put("cpu_speed", [each | {"batch": 1} for each in [row(arm, dtype="float32", k=3)]])
+    page = make.page()
+    assert make.summary()
+    measured = {row["arm"] for row in rows} >= {"ours", "none"}
+    assert ("Slower than no speculation: not measured" in page) == (not measured)
+
+
+def test_what_was_measured_twice_is_counted(pages):
+    """Breaks if one load that was measured twice stands for all of them."""
+    put, make = pages
+    again, moved = {"vs_none_by_run": [1.0, 1.1], "repeats": 6}, {"cells": 1, "median": 0.1, "max": 0.1}
+    put("side_by_side", [row("none", 1), row("ours", 1, **again), row("none", 8), row("ours", 8)], repeatability=moved)
+    page = make.page()
+    assert "1 of 2 loads were measured twice" in page
+    assert "medians of 1 to 6 repetitions" in page
+
+
+def test_lengths_of_several_widths_are_not_compared(pages):
+    """Breaks if an arm that drafts where it pays looks as if its drafts were worse."""
+    put, make = pages
+    put("cheaper_drafter", [row("builtin"), row("checkpoint"), row("trimmed"), row("planned", widths={"3": 1, "7": 9})])
+    page = make.page()
+    for line in ("| checkpoint | 0.50 | 1.00 | 1.00 | 1.00 | 3.00 | +0.0 % |", "| trimmed | 0.50 | 1.00 | 1.00 | 1.00 | - | - |"):
+        assert line in page
+    assert "| planned | 0.50 | 1.00 | 1.00 | 1.00 | - | - |" in page
+
+
+def test_failed_tests_are_named_and_groups_that_did_not_run_too(pages):
+    """Breaks if a group that never ran is left out, or a failure is a number."""
+    put, make = pages
+    rows = [{"group": "kernels", "test": f"a.py::{name}", "outcome": name, "reason": "so it is"} for name in ("passed", "failed")]
+    put("gpu_tests", rows)
+    page = make.page()
+    for line in ("| kernels | 1 | 1 | 0 | - |", "| speculator | - | - | - | not run |", "* `a.py::failed`: so it is\n"):
+        assert line in page
+    assert "a.py::passed" not in page
