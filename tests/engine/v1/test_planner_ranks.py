@@ -66,7 +66,11 @@ def answers(engine, prompts, max_tokens):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"experts": True}, {"distributed_executor_backend": "external_launcher"}, {"table": [(1, 2, 3), (3, 4, 1)]}],
+    [
+        pytest.param({"experts": True}, marks=pytest.mark.slow),
+        {"distributed_executor_backend": "external_launcher"},
+        {"table": [(1, 2, 3), (3, 4, 1)]},
+    ],
     ids=["experts", "a launcher of the user's", "a table of the user's"],
 )
 def test_k_stays_where_ranks_must_agree(layout, config_of, monkeypatch):
