@@ -243,6 +243,7 @@ def second_token(target, draft):
     return sum(p * law([5, 6, 7, token]) for token, p in enumerate(first.tolist()))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_target(adaptive, second_token):
     """Chi-square of the second token, the first that a draft precedes, while half of all requests verify nothing.
 
