@@ -51,7 +51,8 @@ def _admit_guests_kernel(  # type: ignore[no-untyped-def]  # Triton pointers hav
             largest = tl.max(tl.abs(values), axis=0)
             scale = tl.where(largest > 0, largest / E4M3_LARGEST, 1.0)
             values = tl.minimum(tl.maximum(values / scale, -E4M3_LARGEST), E4M3_LARGEST)
-            # e4m3 by hand, which needs no hardware for it: sign, four bits of exponent, three of a mantissa rounded to even.
+            # e4m3 by hand, which needs no hardware for it: sign, four bits of exponent, three of a mantissa rounded to even
+            # (below 2^-6 halves go up: one step of 2^-9 beside the listed rows, in exact ties alone).
             bits = tl.abs(values).to(tl.int32, bitcast=True)
             normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # exponents from -6 on: 127 - 7 = 120, times 8
             small = (tl.abs(values) * 512.0 + 0.5).to(tl.int32)  # below 2^-6 in steps of 2^-9

@@ -7,7 +7,8 @@ instead of t_full and loses a share ``loss_h`` of L::
     gain_h = (1 - loss_h) / (1 - share * (1 - t_h / t_full))        share = t_full / T
 
 The head is a product over the same rows as the target's own, so ``share`` is its part of the weights that a step reads. That
-leaves out attention, sampling and the host, which only makes the share, and so the gain, too large; the margins below are for it.
+leaves out attention, sampling and the host, which makes the share, and so the gain, too large; the margins below are for it. All
+weights count as equally wide: a target with narrower ones than its head reads less, and its share is larger than said.
 
 ``loss`` comes from the list's coverage c of text that was not counted. A draft survives to position i with s^i; a target token
 without a row ends it. Tokens that a draft guesses right are frequent ones, so of those only ``MISSED`` times 1 - c have no row,

@@ -40,6 +40,21 @@ def test_grid_reaches_every_request_count(limit):
     assert all(b - a <= max(1, 0.12 * b) for a, b in itertools.pairwise(grid))
 
 
+@pytest.mark.parametrize(("num_query", "widest"), [(1, 8), (2, 8), (4, 8), (2, 16), (4, 16), (8, 16)])
+def test_narrow_blocks_fill_whole_tiles(num_query, widest):
+    """Breaks if a usual batch size runs the graph of one request more: 33 requests of 4 rows are 132, a GEMM tile above 128.
+
+    Or if a graph holds many more rows than are asked for, or the last batch size has none.
+    """
+    from vllm_dflash.engine.graphs import narrow_grid, request_grid
+
+    for limit in (100, 128, 256):
+        kept = narrow_grid(request_grid(limit), num_query, widest)
+        assert (kept[0], kept[-1]) == (1, limit)
+        assert all(requests in kept for requests in (16, 32, 64, 128, 256) if requests <= limit)
+        assert all((b - a) * num_query <= max(2 * widest, 16 * num_query) for a, b in itertools.pairwise(kept))
+
+
 def test_no_request_count_is_refused_in_words():
     """Breaks if a step without room for one request ends in an index error that names no option."""
     from vllm_dflash.engine.graphs import request_grid
