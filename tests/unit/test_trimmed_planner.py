@@ -8,7 +8,8 @@ import pytest
 
 from vllm_dflash.planner import confidences
 from vllm_dflash.planner.confidences import ConfidenceStats, UsualConfidence
-from vllm_dflash.planner.trimmed import TrimmedPlanner, trimmed_rates
+from vllm_dflash.planner.costs import RowCurve
+from vllm_dflash.planner.trimmed import TrimmedPlanner, corrected, trimmed_rates
 
 WIDTHS = (0, 1, 3, 7)
 
@@ -119,3 +120,27 @@ def test_news_is_taken_once():
     confidences.forget()
     assert confidences.take_confidences() == []
     assert confidences.take_rows() == []
+
+
+def test_a_cut_is_priced_with_what_steps_take_beyond_the_bare_pass():
+    """Breaks if head, sampling and the host's part of a step are left out: too few drafts would be worth a step's fixed cost."""
+    bare = np.maximum(5.0, 0.03 * np.arange(513))  # milliseconds by rows
+    curve = RowCurve(184.0)
+    curve.measure([(rows, bare[rows] / 1e3) for rows in (64, 128, 256, 512)])
+    np.testing.assert_array_equal(corrected(bare, curve.observed()), bare)
+    for rows, beyond in ((64, 1.0), (256, 3.0)):
+        for _ in range(5):
+            curve.observe(rows, (bare[rows] + beyond) / 1e3)
+    found = corrected(bare, curve.observed())
+    np.testing.assert_allclose(found[[1, 64, 160, 256, 512]] - bare[[1, 64, 160, 256, 512]], [1.0, 1.0, 2.0, 3.0, 3.0], rtol=0.01)
+
+
+def test_costs_of_an_earlier_engine_are_forgotten():
+    """Breaks if the next engine of the process cuts by the step times of another model."""
+    curve = RowCurve(184.0)
+    for _ in range(5):
+        curve.observe(8, 0.005)
+    confidences.offer_costs(curve)
+    assert confidences.observed_costs() == [(8.0, pytest.approx(0.005))]
+    confidences.forget()
+    assert confidences.observed_costs() == []

@@ -141,6 +141,7 @@ class StepPlanning:
         if trims(config):
             # One family of graphs serves verifications of every width, and a draft pass that is cut afterwards gains nothing.
             self._trimmed = TrimmedPlanner((0, *graphed), costs, rows_of)
+            confidences.offer_costs(costs.verify)
         self.planner = self._trimmed or Planner(widths, costs, rows_of, per_request=on_cpu and not self._graphs)
         self._ahead = int(bool(config.scheduler_config.async_scheduling))
         self._size = config.scheduler_config.max_num_seqs + 1
@@ -151,14 +152,19 @@ class StepPlanning:
         self._lengths: dict[str, int] = {}
         self._steps: deque[_Step] = deque(maxlen=2 + 2 * self._ahead)
         self._last: float | None = None
+        self._held = False
 
     def hold(self, width: int | None) -> None:
         """Draft ``width`` tokens in every step from the next on, for every request; None lets the planner choose again.
+
+        Nothing is learnt meanwhile: what is chosen afterwards is what would have been chosen without.
 
         Raises:
             ValueError: ``width`` is none of the planner's.
         """
         self.planner.hold(width)
+        self._steps.clear()  # those in flight are of the width before
+        self._held = width is not None
 
     def before(self, scheduler: Any) -> None:
         """Learn from the time since the last call, cut drafts to their planned lengths, and plan the next drafts."""
@@ -207,7 +213,8 @@ class StepPlanning:
     def _follow(self, planner: TrimmedPlanner) -> None:
         """Take the confidences of late drafts, and how many rows the last step really verified."""
         for news in confidences.take_confidences():
-            planner.acceptance.note(news)
+            if not self._held:
+                planner.acceptance.note(news)
         rows = confidences.take_rows()
         if rows and self._steps:
             self._steps[-1] = dataclasses.replace(self._steps[-1], verify_rows=rows[-1])
@@ -236,7 +243,7 @@ class StepPlanning:
         """Count accepted drafts of a finished step (vLLM's ``SchedulerOutput`` and ``ModelRunnerOutput``)."""
         began = time.perf_counter()
         sampled = getattr(runner_output, "sampled_token_ids", None)
-        if sampled and output.scheduled_spec_decode_tokens:
+        if sampled and output.scheduled_spec_decode_tokens and not self._held:
             self.planner.observe(*_acceptance(output, runner_output.req_ids, sampled))
         if output.finished_req_ids:
             self.planner.acceptance.forget(output.finished_req_ids)
@@ -247,7 +254,10 @@ class StepPlanning:
         return self.record.report(reset=reset)
 
     def _learn(self, seconds: float) -> None:
-        for rows, taken in measured.take_drafts():
+        drafts = measured.take_drafts()
+        if self._held:
+            return
+        for rows, taken in drafts:
             self.planner.costs.observe_draft(rows, taken)
         steps = self._steps
         if len(steps) < (steps.maxlen or 0) or not all(step.decode_only for step in steps):

@@ -2,10 +2,12 @@
 """vLLM's adaptive verification beside drafts of changing width, and what it tells the planner.
 
 vLLM's manager picks, before each step, how many drafts the whole batch verifies (its *budget*, from confidences that reached the
-host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Three
+host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Four
 things change here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
 
 * its draft curve was taken at full width: it is scaled to the width in use;
+* its verification curve is that of bare passes: what steps of a row count take beyond them while serving (head, sampling, the
+  host's part) is added, as the planner observes it;
 * positions that an earlier, narrower pass did not draft have no confidence yet: the budget takes the usual one of that position;
 * confidences and the rows that were really verified go to the planner, where it runs in the same process.
 """
@@ -17,8 +19,13 @@ import numpy.typing as npt
 from vllm.distributed import get_tp_group
 
 from vllm_dflash.planner import confidences
+from vllm_dflash.planner.trimmed import corrected
+
+Array = npt.NDArray[np.float64]
 
 _DRAFT_TIMES: list[tuple[int, float]] = []
+_REPRICE = 16
+"""Steps between two looks at what was observed: 0.1 ms each time."""
 
 
 def note_draft_times(times: list[tuple[int, float]]) -> None:
@@ -28,7 +35,7 @@ def note_draft_times(times: list[tuple[int, float]]) -> None:
     _DRAFT_TIMES[:] = sorted(agreed)
 
 
-def share_of_full_width(rows: int, full_rows: int, max_requests: int) -> npt.NDArray[np.float64]:
+def share_of_full_width(rows: int, full_rows: int, max_requests: int) -> Array:
     """Cost of a pass of ``rows`` query rows per request over one of ``full_rows``, for 0 to ``max_requests`` requests.
 
     1 throughout where nothing was timed.
@@ -38,7 +45,7 @@ def share_of_full_width(rows: int, full_rows: int, max_requests: int) -> npt.NDA
     at, seconds = np.array(_DRAFT_TIMES).T
     requests = np.arange(max_requests + 1)
     narrow, full = (np.interp(requests * each, at, np.maximum.accumulate(seconds)) for each in (rows, full_rows))
-    share: npt.NDArray[np.float64] = narrow / full
+    share: Array = narrow / full
     return share
 
 
@@ -63,12 +70,14 @@ class Trimming:
         self._drafted_for: npt.NDArray[Any] | None = None
         self._full: Any = None  # vLLM's cost tables, of full width
         self._by_width: dict[int, Any] = {}
+        self._verify: Any = None  # vLLM's, corrected
+        self._steps = 0
         confidences.forget()
 
     def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
         """As vLLM's: milliseconds by requests and by rows."""
         self._set_curves(draft_curve, verify_curve)
-        self._full, self._by_width = None, {}
+        self._full, self._steps = None, 0
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """As vLLM's: rows of the next step with as many drafts as pay, given all that are scheduled."""
@@ -106,11 +115,14 @@ class Trimming:
             return
         if self._full is None:
             self._full = manager.cost_tables
+        if self._steps % _REPRICE == 0:
+            self._verify, self._by_width = corrected(self._full[1], confidences.observed_costs()), {}
+        self._steps += 1
         if width not in self._by_width:
             rows = next(rows for wide, rows in self._query_rows.items() if wide >= width)
-            draft, verify = self._full
+            draft = self._full[0]
             share = share_of_full_width(rows, list(self._query_rows.values())[-1], len(draft) - 1)
-            self._by_width[width] = draft * share, verify
+            self._by_width[width] = draft * share, self._verify
         manager.cost_tables = self._by_width[width]
 
     def _complete(self, names: list[str], width: int) -> None:

@@ -3,7 +3,8 @@
 
 Counting accepted drafts would mislead there: a request whose drafts were all accepted as far as they were verified looks like a
 rejection. Confidences are calibrated online by vLLM's estimator against what was accepted, and there is one for every draft that
-was made, verified or not. They come from the worker, in the same process; bounded, as nobody may read them.
+was made, verified or not. They come from the worker, in the same process; bounded, as nobody may read them. What steps cost goes
+the other way, to whoever decides where to cut.
 """
 
 from collections import deque
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dflash.planner.acceptance import PRIOR, AcceptanceStats
+from vllm_dflash.planner.costs import RowCurve
 
 Array = npt.NDArray[np.float64]
 
@@ -22,6 +24,7 @@ RATE = 0.1
 """Of one step in the usual confidence of a position: 10 steps of memory."""
 _CONFIDENCES: deque[Array] = deque(maxlen=16)
 _ROWS: deque[int] = deque(maxlen=16)
+_COSTS: list[RowCurve] = []  # one or none
 
 
 def record_confidences(confidences: Array) -> None:
@@ -49,9 +52,20 @@ def take_rows() -> list[int]:
 
 
 def forget() -> None:
-    """Drop what no planner has taken."""
+    """Drop what no planner has taken, and what an earlier one has offered."""
     _CONFIDENCES.clear()
     _ROWS.clear()
+    _COSTS.clear()
+
+
+def offer_costs(verify: RowCurve) -> None:
+    """Let :func:`observed_costs` read what verification costs while serving."""
+    _COSTS[:] = [verify]
+
+
+def observed_costs() -> list[tuple[float, float]]:
+    """(rows, seconds) of steps that ran, without their draft pass, ascending; empty without a planner in this process."""
+    return _COSTS[0].observed() if _COSTS else []
 
 
 class UsualConfidence:

@@ -28,6 +28,8 @@ RECENT = 9
 """Observations that a median is taken of, the lower of two in the middle: what looks good with few is tried, and soon known."""
 CLIP = 1.5
 """An observation counts as at most this far off that median, or off what was expected where there are fewer than three."""
+BELIEVED = 3
+"""Observations of a knot from which on no single one decides."""
 DRAFT_SHARE = 0.2
 """Draft pass over verification at equal rows, until a draft is timed: 5 layers and a head of some 36 layers."""
 _MAX_ROWS = 1 << 17
@@ -124,6 +126,11 @@ class RowCurve:
     def seen(self, knot: int) -> float:
         """Observations of a knot that are remembered."""
         return self._seen[knot].weight
+
+    def observed(self) -> list[tuple[float, float]]:
+        """(rows, seconds) of the knots that were observed often enough to be believed, ascending."""
+        knots = zip(self._at, self._shapes, self._seen, strict=True)
+        return [(rows, seen.mean * shape) for rows, shape, seen in knots if seen.weight >= BELIEVED]
 
     def __call__(self, rows: npt.ArrayLike) -> Array:
         """Seconds for each entry of ``rows``; 0 rows cost nothing. Only ratios mean anything while nothing is ``known``."""

@@ -35,6 +35,21 @@ def trimmed_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     return np.array(rates)
 
 
+def corrected(bare: Floats, observed: Sequence[tuple[float, float]]) -> Floats:
+    """A curve of bare passes plus what steps that ran took beyond it, interpolated over rows.
+
+    Args:
+        bare: [rows + 1], milliseconds by rows.
+        observed: (rows, seconds) of whole steps without their draft pass, ascending.
+    """
+    if not observed:
+        return bare
+    rows, seconds = np.array(observed).T
+    beyond = 1e3 * seconds - np.interp(rows, np.arange(len(bare)), bare)
+    table: Floats = np.maximum(bare + np.interp(np.arange(len(bare)), rows, beyond), 1e-6)
+    return table
+
+
 class TrimmedPlanner(Planner):
     """Chooses draft widths only; survival comes from confidences (``acceptance``, see :class:`ConfidenceStats`)."""
 
