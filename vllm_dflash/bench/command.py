@@ -271,17 +271,21 @@ def _object(option: str, text: str) -> dict[str, Any]:
 def _start(
     arms: list[BenchArm], pair: Pair, dtype: str, common: dict[str, Any], console: Console, stack: ExitStack
 ) -> dict[str, Engine]:
-    """Load all arms; at the same time where none has to measure a GPU's free memory (``kv_cache_memory_bytes`` is given)."""
+    """Load all arms; at the same time where none has to measure a GPU's free memory (``kv_cache_memory_bytes`` is given).
+
+    Then they capture their graphs, and time them, one after the other (``engine_turns``).
+    """
     share: dict[str, Any] = {"enable_prefix_caching": False}
     together = on_cpu() or "kv_cache_memory_bytes" in common
     if not together:
         share["gpu_memory_utilization"] = round(GPU_SHARE / len(arms), 3)
     engines = {}
+    turns = None if on_cpu() or not together else (stack.enter_context(tempfile.TemporaryDirectory()), len(arms))
     with console.status(f"starting {len(arms)} engines"):
         for arm in arms:
             settings = share | common | arm.engine
             spec = engine_spec(arm.kind, pair, dtype, speculative=arm.speculative, **settings)
-            engines[arm.name] = stack.enter_context(Engine(spec))
+            engines[arm.name] = stack.enter_context(Engine(replace(spec, turns=turns)))
             if not together:
                 engines[arm.name].ready()
         for engine in engines.values():

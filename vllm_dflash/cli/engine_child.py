@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from vllm_dflash.cli.engine_answers import add_requests, draft_counters, drafts_since, tokenizer_of
 from vllm_dflash.cli.engine_measure import Bench
+from vllm_dflash.cli.engine_turns import arrive, capture_in_turn
 
 
 def main() -> None:
@@ -59,7 +60,7 @@ def _field_sentence(field: tuple[Any, ...], found: dict[str, Any]) -> str:
 
 
 def _serve(spec: dict[str, Any], channel: TextIO) -> None:
-    engine = _build_engine(spec)
+    engine = _build_in_turn(spec) if spec["turns"] else _build_engine(spec)
     implementation = _implementation(engine)
     if spec["arm"] == "ours" and implementation and not implementation.startswith("vllm_dflash."):
         raise ValueError(f"the plugin did not take over ({implementation} drafts instead). Run `vllm-dflash doctor`.")
@@ -72,6 +73,18 @@ def _serve(spec: dict[str, Any], channel: TextIO) -> None:
             _answer(engine, request, str(number), channel)
         else:
             emit(channel, "result", **measured)
+
+
+def _build_in_turn(spec: dict[str, Any]) -> Any:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    folder, engines = spec["turns"]
+    capture_in_turn(folder, engines)
+    try:
+        return _build_engine(spec)
+    finally:
+        arrive(folder)
 
 
 def _build_engine(spec: dict[str, Any]) -> Any:

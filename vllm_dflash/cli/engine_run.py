@@ -47,6 +47,8 @@ class EngineSpec:
     local: bool
     speculative: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further keys of vLLM's speculative config."""
+    turns: tuple[str, int] | None = None
+    """Folder and number of the engines that start with this one on the same GPU (`engine_turns`)."""
 
 
 def engine_spec(arm: Arm, pair: Pair, dtype: str, *, speculative: dict[str, Any] | None = None, **engine_args: Any) -> EngineSpec:

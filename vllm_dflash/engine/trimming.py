@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from vllm.distributed import get_tp_group
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_dflash.planner import confidences
 from vllm_dflash.planner.trimmed import corrected
@@ -137,7 +139,21 @@ class Trimming:
             stale[slots] = known
 
 
+@torch.inference_mode()
+def compile_cuts(manager: Any) -> None:
+    """Compile the cut for every kind of batch: one request or one draft is a program of its own, a second while serving."""
+    cut = getattr(adaptive_verification, "_assign_draft_token_budget_compiled", None)
+    drafts, device = manager.num_speculative_steps, manager.query_start_loc.device
+    if cut is None or device.type != "cuda":
+        return
+    for requests in {1, min(2, manager.req_states.max_num_reqs)}:
+        for budget in {1, min(2, drafts)}:
+            capacities = manager._batch_draft_capacity[:requests].fill_(drafts)
+            cut(manager._confidence_probs, torch.arange(requests, device=device), capacities, budget, drafts)
+
+
 def trim(manager: Any, speculator: Any) -> None:
     """Put :class:`Trimming` before ``manager``, once, for a speculator of ours."""
+    compile_cuts(manager)
     if not isinstance(getattr(manager.get_num_tokens, "__self__", None), Trimming):
         Trimming(manager, {width: shape.num_query_per_req for width, shape in speculator.buffers.shapes.items()})

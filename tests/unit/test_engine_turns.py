@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of a benchmark that start together time their passes one after the other."""
+
+import subprocess
+import sys
+import time
+
+from vllm_dflash.cli import engine_turns
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from vllm_dflash.cli.engine_turns import turn
+folder, log, late = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+time.sleep(late)
+with turn(folder, 3), log.open("a") as file:
+    file.write("begin\\n"); file.flush()
+    time.sleep(0.1)
+    file.write("end\\n")
+"""
+
+
+def start(tmp_path, late):
+    (tmp_path / "turns").mkdir(exist_ok=True)
+    return subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "turns"), str(tmp_path / "log"), str(late)])
+
+
+def test_nobody_begins_before_all_are_there_and_one_goes_at_a_time(tmp_path):
+    """Breaks if an engine times its passes while another loads weights, or two do at once."""
+    children = [start(tmp_path, late) for late in (0.0, 0.0, 0.6)]
+    time.sleep(0.5)
+    assert not (tmp_path / "log").exists()
+    assert [child.wait(30) for child in children] == [0, 0, 0]
+    assert (tmp_path / "log").read_text().split() == ["begin", "end"] * 3
+
+
+def test_an_engine_that_failed_is_not_waited_for(tmp_path, monkeypatch):
+    """Breaks if the arms of a benchmark hang because one of them could not start."""
+    monkeypatch.setattr(engine_turns, "_PATIENCE_S", 0.3)
+    began = time.monotonic()
+    with engine_turns.turn(tmp_path, 2):
+        assert 0.3 <= time.monotonic() - began < 5
+    (tmp_path / "another").touch()
+    began = time.monotonic()
+    with engine_turns.turn(tmp_path, 2):
+        assert time.monotonic() - began < 0.3

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that start at the same time on one GPU time their passes one after the other.
+
+vLLM's adaptive verification and our planner time passes when graphs have been captured. While others load and capture on the same
+GPU these come out twice as long, and by different factors for each row count, so every engine waits until all have come that
+far, and then takes its turn.
+"""
+
+import contextlib
+import fcntl
+import functools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.05
+_PATIENCE_S = 300.0
+"""An engine that ended without a word, or one much larger than the others, is not waited for any longer."""
+
+
+def capture_in_turn(folder: str, engines: int) -> None:
+    """Make this process's Model Runner V2 wait before it captures graphs; call it once plugins are loaded.
+
+    Engines of several workers do not wait: their ranks capture together.
+
+    Args:
+        folder: shared by all, empty at first.
+        engines: how many will come.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    original = GPUModelRunner.capture_model
+
+    @functools.wraps(original)
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("profile_only") or self.vllm_config.parallel_config.world_size > 1:
+            return original(self, *args, **kwargs)
+        with turn(Path(folder), engines):
+            return original(self, *args, **kwargs)
+
+    GPUModelRunner.capture_model = capture_model  # this process is a benchmark's
+
+
+def arrive(folder: str) -> None:
+    """Nobody has to wait for this process (any longer)."""
+    Path(folder, str(os.getpid())).touch()
+
+
+@contextlib.contextmanager
+def turn(folder: Path, engines: int) -> Iterator[None]:
+    """Wait until ``engines`` processes have come here, then be the only one."""
+    arrive(str(folder))
+    deadline = time.monotonic() + _PATIENCE_S
+    with (folder / "lock").open("w") as lock:
+        while sum(entry.name != "lock" for entry in folder.iterdir()) < engines and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
