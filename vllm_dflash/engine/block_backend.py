@@ -15,6 +15,7 @@ from vllm.config.cache import CacheDType
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadata
@@ -86,6 +87,7 @@ def _register(ours: str) -> AttentionBackendEnum:
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden() or custom.get_path() in (_OURS, _OUR_FLASHINFER):  # of an earlier engine in this process
         register_backend(custom, ours)
+        selector._cached_get_attn_backend.cache_clear()  # it remembers which class the name stood for
     if custom.get_path() != ours:
         raise ValueError(
             f"attention_backend: the DFlash draft needs {ours} under the name CUSTOM, which {custom.get_path()} has taken. Set "

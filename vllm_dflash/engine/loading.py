@@ -2,6 +2,7 @@
 """Loading the draft network beside its target: configuration of the draft's layers, weights, shared embedding and head."""
 
 import copy
+from collections.abc import Mapping
 
 from torch import nn
 from vllm import envs
@@ -9,6 +10,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
 
@@ -31,6 +33,9 @@ def draft_layer_config(vllm_config: VllmConfig, draft: DraftConfig) -> VllmConfi
         num_heads = max(1, draft.num_heads // vllm_config.parallel_config.tensor_parallel_size)
         backend = choose_backend(backend, _attention_needs(config, draft), num_heads)
     config.attention_config = replace(vllm_config.attention_config, use_non_causal=non_causal, backend=backend)
+    if backend is AttentionBackendEnum.CUSTOM and isinstance(config.additional_config, Mapping):
+        # One name for several backends, whose compiled graphs differ: this is where vLLM's hash of a configuration sees it.
+        config.additional_config = dict(config.additional_config) | {"dflash_draft_attention": backend.get_path()}
     config.load_config = get_pp_safe_draft_load_config(get_draft_load_config(vllm_config))
     return config
 
@@ -52,6 +57,16 @@ def _attention_needs(vllm_config: VllmConfig, draft: DraftConfig) -> AttentionSe
     )
 
 
+def compile_tag(config: VllmConfig) -> str:
+    """Name of the draft's graphs in vLLM's compile cache; ``config``: what its layers are built with.
+
+    vLLM keeps the graphs of all models of an engine in one folder, which it finds by the *target's* configuration, and numbers
+    them within a tag. So what changes the draft's graphs alone (attention backend, cache dtype, a precision that was chosen by
+    measuring) is part of the tag: a graph with other inputs would be called.
+    """
+    return f"dflash_draft_{config.compute_hash()[:10]}"
+
+
 def load_draft(target: nn.Module, vllm_config: VllmConfig, draft: DraftConfig) -> nn.Module:
     """Build and load the draft network; embedding and head come from ``target`` where the checkpoint ships none.
 
@@ -59,7 +74,7 @@ def load_draft(target: nn.Module, vllm_config: VllmConfig, draft: DraftConfig) -
         ValueError: the checkpoint does not fit its config, or this rank has no embedding or head to share.
     """
     config = resolve_weights(draft_layer_config(vllm_config, draft), draft)
-    with set_model_tag("dflash_draft"):  # its own compile cache: the target's would clash with equal shapes
+    with set_model_tag(compile_tag(config)):
         model: nn.Module = get_model(vllm_config=config, model_config=vllm_config.speculative_config.draft_model_config)
     model.share(*shared_vocabulary(target))  # type: ignore[operator]  # our DFlashDraftModel, found through vLLM's registry
     watch_updates(target, model)

@@ -161,3 +161,45 @@ def test_caches_with_scales_per_token_are_refused(dtype):
 
     assert not BlockAttentionBackend.supports_kv_cache_dtype(dtype)
     assert BlockAttentionBackend.supports_kv_cache_dtype("fp8")
+
+
+def test_compiled_graphs_of_other_backends_and_caches_are_kept_apart(target, draft, hopper, monkeypatch):
+    """Breaks if a draft is given the graphs of another attention backend: with an fp8 cache they take other inputs.
+
+    vLLM looks for the graphs of all models by the target's configuration alone.
+    """
+    from vllm import EngineArgs
+
+    from vllm_dflash.engine import loading
+    from vllm_dflash.engine.pair import resolve_draft
+
+    module = hopper(3)
+    monkeypatch.setattr(module, "why_not_flashinfer", lambda *_, **__: None)
+    monkeypatch.setattr(loading, "get_pp_safe_draft_load_config", lambda config: config)  # asks for a process group
+    tags, targets = [], set()
+    for changes in (
+        {},
+        *({"attention_backend": name} for name in ("TRITON_ATTN", "CUSTOM", "FLASHINFER")),
+        {"kv_cache_dtype": "fp8"},
+    ):
+        speculation = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 3} | changes
+        config = EngineArgs(model=str(target), max_model_len=128, speculative_config=speculation).create_engine_config()
+        tags.append(loading.compile_tag(loading.draft_layer_config(config, resolve_draft(config))))
+        targets.add(config.compute_hash())
+    assert len(targets) == 1
+    assert len(set(tags)) == len(tags)
+
+
+def test_one_name_for_two_backends_is_looked_up_again(hopper, monkeypatch):
+    """Breaks if a second engine of a process runs the backend of the first, because vLLM remembers what CUSTOM was."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    module = hopper(3)
+    monkeypatch.setattr(module, "why_not_flashinfer", lambda *_, **__: None)
+    monkeypatch.setattr("vllm.platforms.current_platform", module.current_platform)
+    found = []
+    for name in ("CUSTOM", "FLASHINFER", "CUSTOM"):
+        backend = module.choose_backend(AttentionBackendEnum[name], needs_of(), 32)
+        found.append(selector._cached_get_attn_backend(backend, needs_of(), 32).__name__)
+    assert found == ["BlockAttentionBackend", "FlashInferDraftBackend", "BlockAttentionBackend"]
