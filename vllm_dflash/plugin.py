@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from vllm_dflash import __version__, hooks
+from vllm_dflash.config_patch import engine_config
 from vllm_dflash.draft_config import OUR_ARCHITECTURES, check_width, claims_architectures
-from vllm_dflash.options import read_options
 from vllm_dflash.patching import Patch
 from vllm_dflash.planner_patches import planner_table, verification_timing
 from vllm_dflash.request_patches import request_patches
@@ -85,7 +85,7 @@ def seams() -> tuple[Patch, ...]:
         Patch(hooks.V1_PROPOSER, _proposer_seam),
         Patch(hooks.DRAFT_CONFIG, _wrap_hf_config_override),
         Patch(hooks.WIDTH_ASKED, _wrap_post_init),
-        Patch(hooks.ENGINE_CONFIG, _wrap_engine_config),
+        engine_config(claims, enabled),
         Patch(hooks.SCHEDULE, _wrap_schedule),
     )
 
@@ -198,24 +198,6 @@ def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         draft = getattr(self, "draft_model_config", None)
         if enabled() and draft is not None and self.method == "dflash" and claims_architectures(draft.architectures):
             draft.max_model_len = max(draft.max_model_len, self.target_model_config.max_model_len)
-        return result
-
-    return post_init
-
-
-def _wrap_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the plugin's options before anything is loaded, and say when there is nothing that they could act on."""
-
-    @functools.wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = enabled() and read_options(self.additional_config).given()
-        if claims(self):
-            from vllm_dflash.engine.planning import configure
-
-            configure(self)
-        result = original(self, *args, **kwargs)
-        if given and not claims(self):
-            _logger().warning_once(f"vllm-dflash: options {sorted(given)} have no effect: no DFlash draft of ours is configured")
         return result
 
     return post_init
