@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of a benchmark that start together time their passes one after the other."""
 
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 from vllm_dflash.cli import engine_turns
 
@@ -44,3 +46,22 @@ def test_an_engine_that_failed_is_not_waited_for(tmp_path, monkeypatch):
     began = time.monotonic()
     with engine_turns.turn(tmp_path, 2):
         assert time.monotonic() - began < 0.3
+
+
+def test_a_runner_captures_in_its_turn(tmp_path, monkeypatch):
+    """Breaks if graphs are captured before the turn, profiling waits too, or ranks of one engine wait for each other."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    seen = []
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda *_, **__: seen.append(sorted(p.name for p in tmp_path.iterdir())))
+    engine_turns.capture_in_turn(str(tmp_path), 1)
+
+    def capture(world_size, **kwargs):
+        runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=world_size)))
+        GPUModelRunner.capture_model(runner, **kwargs)
+
+    capture(1, profile_only=True)
+    capture(2)
+    assert seen == [[], []]
+    capture(1)
+    assert seen[2] == sorted([str(os.getpid()), "lock"])
