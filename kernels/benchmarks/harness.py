@@ -134,6 +134,7 @@ def measure(cases: Iterable[Case], ceilings: Ceilings, *, thorough: bool = False
     rows = []
     for case in cases:
         case.run()  # compile before anything is timed or captured
+        torch.cuda.synchronize()  # the timer has a stream of its own, and would read inputs that are still being written
         bench = triton.testing.do_bench_cudagraph if case.graph else triton.testing.do_bench
         us = bench(case.run, rep=_REPLAY_MS[thorough] if case.graph else 20, return_mode="median") * 1e3
         row = row_of(case.op, case.case, case.arm, us, case.num_bytes, case.flops, ceilings)

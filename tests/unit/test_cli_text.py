@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is printed for a human: marks, verdicts and the demo's judgement."""
 
+import dataclasses
 import io
 import json
 from typing import Literal
@@ -124,6 +125,12 @@ def test_the_json_has_what_it_promises():
 def test_what_the_demo_calls_wrong(ours, accepted, dtype, good):
     """Breaks when a lossy answer or an acceptance more than 0.5 % off, in either direction, ends with exit code 0."""
     assert result(ours, accepted, dtype).good is good
+
+
+def test_drafts_that_follow_the_load_are_not_held_against_the_reference():
+    """Breaks when a planner that drafts less fails the demo, or a lossy one passes it."""
+    cut, lossy = result([5, 6], 100), result([5, 7], 100)
+    assert [dataclasses.replace(one, planned=True).good for one in (cut, lossy)] == [True, False]
 
 
 def test_the_report_shows_text_figures_and_verdict():

@@ -61,6 +61,15 @@ def test_what_was_measured_twice_is_counted(pages):
     assert "medians of 1 to 6 repetitions" in page
 
 
+def test_means_are_over_the_loads_of_a_number_of_requests(pages):
+    """Breaks if 2 times and half as fast are not 1 in the mean, or the mean of a run is compared with another run's."""
+    put, make = pages
+    chat = [row("none", 8), row("ours", 8, 200.0, vs_none_by_run=[2.0, 1.0])]
+    code = [row(arm, 8, speed, prompts="code", **more) for arm, speed, more in (("none", 100.0, {}), ("ours", 50.0, {}))]
+    put("side_by_side", [*chat, *code])
+    assert "| 8 | 1.00 | - | - | - | - | 100.0% |" in make.page()
+
+
 def test_lengths_of_several_widths_are_not_compared(pages):
     """Breaks if an arm that drafts where it pays looks as if its drafts were worse."""
     put, make = pages
@@ -77,6 +86,6 @@ def test_failed_tests_are_named_and_groups_that_did_not_run_too(pages):
     rows = [{"group": "kernels", "test": f"a.py::{name}", "outcome": name, "reason": "so it is"} for name in ("passed", "failed")]
     put("gpu_tests", rows)
     page = make.page()
-    for line in ("| kernels | 1 | 1 | 0 | - |", "| speculator | - | - | - | not run |", "* `a.py::failed`: so it is\n"):
+    for line in ("| kernels | 1 | 1 | 0 | - | y |", "| speculator | - | - | - | not run | - |", "* `a.py::failed`: so it is\n"):
         assert line in page
     assert "a.py::passed" not in page

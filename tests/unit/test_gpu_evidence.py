@@ -116,3 +116,17 @@ def test_level_acceptance_passes_and_a_drift_does_not(soak):
     assert any("not level" in complaint for complaint in soak.complaints(enough | sinking))
     early = enough | soak.level(blocks_of(lambda _: 0.2)) | {"steps": 800}
     assert list(soak.complaints(early)) == ["800 of 15000 steps in the given time"]
+
+
+def test_a_test_that_ran_again_has_its_latest_outcome():
+    """Breaks if a failure stands beside the success that followed it, or a row does not say which commit it is of."""
+    rows = [{"group": "g", "test": name, "outcome": "failed"} for name in ("a", "b")]
+    older = {"provenance": {"commit": "old", "states": {"g": "failed"}}, "rows": rows}
+    newer = {"provenance": {"commit": "new", "states": {"g": "done"}}, "rows": [rows[0] | {"outcome": "passed"}]}
+    found = load("merge_tests").merged(older, newer)
+    assert [(row["test"], row["outcome"], row["commit"]) for row in found["rows"]] == [
+        ("a", "passed", "new"),
+        ("b", "failed", "old"),
+    ]
+    assert found["provenance"]["states"] == {"g": "done"}
+    assert found["provenance"]["older"]["commit"] == "old"
