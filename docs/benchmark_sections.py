@@ -106,16 +106,18 @@ def _means(cells: dict[Load, tuple[dict[str, Row], str]]) -> str:
 
 
 def _unsteady(cells: dict[Load, tuple[dict[str, Row], str]]) -> str:
-    """How far steps of the same work lie apart at the largest load: what the host, which is not ours alone, adds."""
+    """How far steps of the same work lie apart at the largest load: what the host adds."""
     most = max(load[2] for load in cells)
     largest = [cell for load, (cell, _) in cells.items() if load[2] == most]
     steps = {arm: [cell.get(arm, {}).get("step_ms") or 0.0 for cell in largest] for arm in ("none", "builtin")}
     if not all(map(all, steps.values())):
         return ""
     spans = {arm: f"{min(found):.1f} to {max(found):.1f} ms" for arm, found in steps.items()}
+    eager = any(cell["builtin"].get("eager_steps") for cell in largest)
     return (
-        f"The host is shared: at {most} requests a step of the same work took {spans['none']} without speculation and "
-        f"{spans['builtin']} with the built-in, whose verification has more rows there than vLLM captures graphs for.\n\n"
+        f"Where the host bounds steps, its speed decides, and varies: at {most} requests a step of the same work took "
+        f"{spans['none']} without speculation, and {spans['builtin']} with the built-in"
+        f"{', which drafts outside CUDA graphs there' if eager else ''}.\n\n"
     )
 
 

@@ -71,8 +71,8 @@ def demo_pair() -> str:
     head += ["acceptance length built-in", "ours"]
     text = (
         f"## One GPU, the demo pair\n\n135M target, K = {provenance['k']}, bfloat16, real acceptance; its steps are bound by "
-        "the host, which other work shared in this run. Steady state, arms taking turns. With so small a target the planner is "
-        "off unless asked for: K stays. At 128 requests a verification has 1,024 rows, for which ours captures graphs. "
+        "the host. Steady state, arms taking turns. With so small a target the planner is off unless asked for: K stays. Ours "
+        "captures graphs for verifications of up to 1,024 rows. "
         f"Medians of {min(row['repeats'] for row in rows)} to {max(row['repeats'] for row in rows)}; {spread(rows)}.\n\n"
     )
     return text + table(head, lines) + "\n" + source("gpu_demo_pair", provenance)

@@ -85,8 +85,9 @@ CACHED_TOKENS = Hook(
 ENGINE_CONFIG = Hook(
     path="vllm.config.vllm:VllmConfig.__post_init__",
     moment="load",
-    why="options of the plugin are checked when vLLM's config is built, before weights are loaded",
-    until="vLLM lets plugins check additional_config",
+    why="before weights are loaded, options of the plugin are checked, the planner's widths are named, and sizes are added to "
+    "the target's CUDA graphs",
+    until="vLLM lets plugins check additional_config, and covers verification of max_num_seqs requests with graphs",
 )
 SCHEDULE = Hook(
     path="vllm.v1.core.sched.scheduler:Scheduler.schedule",
@@ -148,6 +149,18 @@ REPAIRS = (CPU_EXPAND, CPU_TOP_K, CPU_SEEDS)
 
 
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        path="vllm.v1.attention.selector:_cached_get_attn_backend",
+        moment="v2",
+        why="it remembers which class the name CUSTOM stands for, and is made to forget it",
+        until="vLLM selects attention backends by class",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:_assign_draft_token_budget_compiled",
+        moment="v2",
+        why="the cut of adaptive verification, compiled at start-up for every kind of batch",
+        until="vLLM compiles it before it serves",
+    ),
     *SEAMS,
     *WATCHES,
     *REQUESTS,
@@ -193,6 +206,20 @@ HOOKS: tuple[Hook, ...] = (
         params=("vllm_config", "device", "pass_hidden_states_to_model"),
         why="base class of our V1 proposer",
         until="vLLM drops the V1 runner",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
+        moment="v1",
+        params=("scheduler_output", "num_scheduled_tokens"),
+        why="replaced on the runner of our draft on a CPU: a step without drafts is sampled as without speculation",
+        until="the V1 runner prepares verification only for steps that verify something",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        moment="v1",
+        params=("logits", "spec_decode_metadata"),
+        why="timed on the same runner: rejection sampling is a part of what drafts cost",
+        until="vLLM reports the times of a step's parts",
     ),
     Hook(
         path="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",

@@ -7,28 +7,45 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_dflash.engine import capture_sizes
+from vllm_dflash.planner.planner import widths_up_to
 
 VLLMS = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
+def graphs_of(sizes, rows, max_requests):
+    """Requests of the uniform graphs that vLLM makes of sizes, by its rule (``CudaGraphManager._init_candidates``)."""
+    rounded = {-(-size // rows) * rows for size in sizes}
+    return {size // rows for size in rounded if size <= sizes[-1] and size <= max_requests * rows}
+
+
 @pytest.mark.parametrize(
-    ("rows", "last"),
-    [(128 * 8, 1024), (100 * 8, 800), (256 * 8, 1024), (64 * 8, 512), (4 * 8, 512)],
+    ("max_requests", "k"),
+    [(128, 7), (100, 7), (150, 7), (200, 7), (256, 4), (512, 7), (1024, 7), (256, 15), (65, 15)],
 )
-def test_every_batch_finds_a_graph_that_is_not_much_larger(rows, last):
-    """Breaks if full verifications of the largest batch leave the graphs, or are padded by more than a stride."""
-    sizes = capture_sizes.with_verification(VLLMS, rows)
-    assert sizes[: len(VLLMS)] == VLLMS
-    assert sizes[-1] == last
-    assert sizes == sorted(set(sizes))
+def test_every_batch_finds_a_graph_that_is_not_much_larger(max_requests, k):
+    """Breaks if the largest batches of a width leave the graphs as vLLM rounds sizes, or are padded by more than a stride."""
+    widths = {1 + width for width in widths_up_to(k, max_requests)}
+    sizes = capture_sizes.with_verification(VLLMS, widths, max_requests)
+    assert set(sizes) > set(VLLMS)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= capture_sizes.MOST_ROWS
     assert max(b - a for a, b in itertools.pairwise(sizes)) <= capture_sizes.STRIDE
+    for rows in widths:
+        graphs = graphs_of(sizes, rows, max_requests)
+        assert max(graphs) == min(max_requests, capture_sizes.MOST_ROWS // rows)
 
 
-def config(sizes=None, largest=None, *, v2=True):
+def test_sizes_that_suffice_stay():
+    """Breaks if engines of few requests capture graphs that no verification needs."""
+    assert capture_sizes.with_verification(VLLMS, {1, 8}, 64) == VLLMS
+
+
+def config(sizes=None, largest=None, *, static=None, v2=True):
+    compilation = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": largest, "compile_sizes": static}
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=largest),
+        compilation_config=SimpleNamespace(**compilation),
         scheduler_config=SimpleNamespace(max_num_seqs=128, max_num_batched_tokens=8192),
-        speculative_config=SimpleNamespace(num_speculative_tokens=7),
+        speculative_config=SimpleNamespace(num_speculative_tokens=7, num_speculative_tokens_per_batch_size=None),
         use_v2_model_runner=v2,
     )
 
@@ -38,6 +55,7 @@ def test_sizes_of_the_users_own_are_left_alone():
     assert capture_sizes.are_default(config())
     assert not capture_sizes.are_default(config(sizes=[1, 2]))
     assert not capture_sizes.are_default(config(largest=64))
+    assert not capture_sizes.are_default(config(static=["cudagraph_capture_sizes"]))  # resolved before ours are added
 
 
 @pytest.mark.parametrize(("cuda", "v2", "sizes"), [(False, True, VLLMS), (True, False, VLLMS), (True, True, [])])
@@ -55,3 +73,23 @@ def test_the_largest_size_is_what_vllm_compares_with(monkeypatch):
     found = config(list(VLLMS), 512)
     capture_sizes.cover_verification(found)
     assert found.compilation_config.cudagraph_capture_sizes[-1] == found.compilation_config.max_cudagraph_capture_size == 1024
+
+
+@pytest.mark.parametrize("sizes", [None, [1, 2]])
+def test_sizes_are_added_once_vllm_has_chosen_its_own(monkeypatch, sizes):
+    """Breaks if sizes are added before there are any, or to a user's own, which by then look like vLLM's."""
+    from vllm_dflash.config_patch import engine_config
+    from vllm_dflash.engine import planning
+
+    calls = []
+    monkeypatch.setattr(planning, "configure", lambda _: calls.append("widths"))
+    monkeypatch.setattr(capture_sizes, "cover_verification", lambda _: calls.append("sizes"))
+
+    def post_init(found):
+        calls.append("vLLM")
+        found.compilation_config.cudagraph_capture_sizes = VLLMS
+
+    found = config(sizes)
+    found.additional_config = {}
+    engine_config(lambda _: True, lambda: True).wrap(post_init)(found)
+    assert calls == ["widths", "vLLM", *(["sizes"] if sizes is None else [])]

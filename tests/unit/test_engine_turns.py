@@ -15,6 +15,8 @@ from pathlib import Path
 from vllm_dflash.cli.engine_turns import turn
 folder, log, late = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 time.sleep(late)
+with log.open("a") as file:
+    file.write("here\\n")
 with turn(folder, 3), log.open("a") as file:
     file.write("begin\\n"); file.flush()
     time.sleep(0.1)
@@ -30,10 +32,8 @@ def start(tmp_path, late):
 def test_nobody_begins_before_all_are_there_and_one_goes_at_a_time(tmp_path):
     """Breaks if an engine times its passes while another loads weights, or two do at once."""
     children = [start(tmp_path, late) for late in (0.0, 0.0, 0.6)]
-    time.sleep(0.5)
-    assert not (tmp_path / "log").exists()
-    assert [child.wait(30) for child in children] == [0, 0, 0]
-    assert (tmp_path / "log").read_text().split() == ["begin", "end"] * 3
+    assert [child.wait(60) for child in children] == [0, 0, 0]
+    assert (tmp_path / "log").read_text().split() == ["here"] * 3 + ["begin", "end"] * 3
 
 
 def test_an_engine_that_failed_is_not_waited_for(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_dflash.planner import confidences
 from vllm_dflash.planner.confidences import ConfidenceStats, UsualConfidence
-from vllm_dflash.planner.costs import RowCurve
+from vllm_dflash.planner.costs import StepCosts
 from vllm_dflash.planner.trimmed import TrimmedPlanner, corrected, trimmed_rates
 
 WIDTHS = (0, 1, 3, 7)
@@ -27,9 +27,12 @@ class Costs:
         verify, query = (np.hypot(1.0, np.asarray(rows) / self.knee) for rows in (verify_rows, query_rows))
         return self.base * (verify + 0.2 * query * (np.asarray(query_rows) > 0))
 
-    def seen(self, verify_rows, requests=0):
-        del verify_rows, requests
-        return 99.0
+    def by_rows(self, requests, most_rows, context):
+        rows = np.arange(requests, most_rows + 1)
+        return rows, self.seconds(rows, 0, context)
+
+    def drafting(self, query_rows):
+        return self.seconds(0, query_rows, 0) - self.seconds(0, 0, 0)
 
 
 def test_rates_are_those_of_the_best_cut():
@@ -122,25 +125,69 @@ def test_news_is_taken_once():
     assert confidences.take_rows() == []
 
 
+BARE = np.maximum(5.0, 0.03 * np.arange(513))  # milliseconds by rows
+
+
+def costs_of(*steps):
+    """Costs of steps (rows, requests, milliseconds), five of each, that started from ``BARE``."""
+    costs = StepCosts(184.0)
+    costs.verify.measure([(rows, BARE[rows] / 1e3) for rows in (64, 128, 256, 512)])
+    for rows, requests, milliseconds in steps:
+        for _ in range(5):
+            costs.observe(rows, 0, 0, milliseconds / 1e3, requests)
+    return costs
+
+
 def test_a_cut_is_priced_with_what_steps_take_beyond_the_bare_pass():
     """Breaks if head, sampling and the host's part of a step are left out: too few drafts would be worth a step's fixed cost."""
-    bare = np.maximum(5.0, 0.03 * np.arange(513))  # milliseconds by rows
-    curve = RowCurve(184.0)
-    curve.measure([(rows, bare[rows] / 1e3) for rows in (64, 128, 256, 512)])
-    np.testing.assert_array_equal(corrected(bare, curve.observed()), bare)
-    for rows, beyond in ((64, 1.0), (256, 3.0)):
-        for _ in range(5):
-            curve.observe(rows, (bare[rows] + beyond) / 1e3)
-    found = corrected(bare, curve.observed())
-    np.testing.assert_allclose(found[[1, 64, 160, 256, 512]] - bare[[1, 64, 160, 256, 512]], [1.0, 1.0, 2.0, 3.0, 3.0], rtol=0.01)
+    np.testing.assert_array_equal(corrected(BARE, costs_of().observed(64)), BARE)
+    found = corrected(BARE, costs_of((64, 64, 6.0), (256, 64, BARE[256] + 3.0)).observed(64))
+    at = [1, 64, 160, 256, 512]
+    np.testing.assert_allclose(found[at] - BARE[at], [1.0, 1.0, 2.0, 3.0, 3.0], rtol=0.02)
+
+
+def test_a_stall_makes_no_row_count_dearer_than_a_larger_one():
+    """Breaks if a few slow steps of 64 rows make 128 rows look cheaper: the cut would avoid 64, and never learn better."""
+    found = corrected(BARE, costs_of((64, 64, 7.4), *[(128, 64, 6.0)] * 4).observed(64))
+    assert (np.diff(found) >= 0).all()
+    assert found[64] < 6.5
+
+
+def test_a_cut_is_priced_for_its_batch_and_context():
+    """Breaks if steps of few requests, or of short contexts, price those of many: verifying nothing would look too cheap."""
+    costs = costs_of((64, 8, 5.5), (64, 64, 8.0))
+    assert costs.observed(8) == [(64.0, pytest.approx(5.5e-3, rel=0.05))]
+    assert costs.observed(64) == [(64.0, pytest.approx(8.0e-3, rel=0.05))]
+    costs = StepCosts(184.0)
+    for step in range(400):
+        context = 1000 * (step % 40)
+        costs.observe(64, 0, context, 5e-3 + 2e-7 * context, 64)
+    costs.observe(64, 0, 40_000, 13e-3, 64)
+    assert costs.observed(64)[0][1] == pytest.approx(13e-3, rel=0.1)
 
 
 def test_costs_of_an_earlier_engine_are_forgotten():
     """Breaks if the next engine of the process cuts by the step times of another model."""
-    curve = RowCurve(184.0)
-    for _ in range(5):
-        curve.observe(8, 0.005)
-    confidences.offer_costs(curve)
-    assert confidences.observed_costs() == [(8.0, pytest.approx(0.005))]
+    confidences.offer_costs(costs_of((64, 64, 6.0)))
+    assert confidences.observed_costs(64)
     confidences.forget()
-    assert confidences.observed_costs() == []
+    assert confidences.observed_costs(64) == []
+
+
+def test_neighbours_are_probed_in_turn_and_less_and_less():
+    """Breaks if rows that are cut away count for what was tried: every probe would be wider, and none would wait longer."""
+    drafts = {1: 3e-4, 3: 6e-4, 7: 4e-3}  # seconds: 3 is best
+    planner = TrimmedPlanner(WIDTHS, StepCosts(184.0), lambda width: width + 1)
+    planner.costs.measure_drafts((16 * (width + 1), seconds) for width, seconds in drafts.items())
+    names, probes = [str(number) for number in range(16)], []
+    for step in range(1500):
+        plan = planner.plan(names, 0)
+        if plan.width:
+            planner.acceptance.note(np.full((16, plan.width), 0.6))
+        rows = 16 * (plan.width + 1) if plan.width else 0
+        planner.costs.observe(16 + 8 * bool(plan.width), rows, 0, 0.005 + drafts.get(plan.width, 0.0), 16)
+        if plan.probe:
+            probes.append((step, plan.width))
+    assert {width for _, width in probes} == {1, 7}
+    gaps = np.diff([step for step, _ in probes])
+    assert np.median(gaps[-4:]) > 2 * np.median(gaps[:4])

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,5 +57,9 @@ def turn(folder: Path, engines: int) -> Iterator[None]:
     with (folder / "lock").open("w") as lock:
         while sum(entry.name != "lock" for entry in folder.iterdir()) < engines and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        if time.monotonic() >= deadline:
+            sys.stderr.write(
+                f"not all of {engines} engines came within {_PATIENCE_S:.0f} s: passes are timed beside others' work\n"
+            )
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

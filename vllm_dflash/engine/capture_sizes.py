@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of the target's CUDA graphs: verification stays in a graph at more requests than with vLLM's default.
 
-On Hopper vLLM captures up to 512 rows. A verification of 128 requests with 7 drafts each has 1,024: kernel by kernel a step of a
-135M target takes the host 46 ms on an H200, and 14 from a graph (``docs/results/gpu_demo_pair.json``).
+On Hopper vLLM captures up to 512 rows. A verification of 128 requests with 7 drafts each has 1,024 and ran kernel by kernel,
+which keeps the host busy several times as long as the GPU where the target is small.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -17,17 +17,26 @@ STRIDE = 64
 
 
 def are_default(vllm_config: Any) -> bool:
-    """Whether the user has left the choice to vLLM; before ``VllmConfig.__post_init__`` makes it."""
+    """Whether the user has left all sizes to vLLM; before ``VllmConfig.__post_init__`` chooses them."""
     compilation = vllm_config.compilation_config
-    return compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None
+    named = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size, compilation.compile_sizes)
+    return all(sizes is None for sizes in named)
 
 
-def with_verification(sizes: Sequence[int], rows: int) -> list[int]:
-    """Ascending ``sizes`` and further ones up to ``rows``, which is the last, or up to ``MOST_ROWS``."""
-    most = min(rows, MOST_ROWS)
-    if most <= sizes[-1]:
+def with_verification(
+    sizes: Sequence[int], rows_of_request: Iterable[int], max_requests: int, most: int = MOST_ROWS
+) -> list[int]:
+    """Ascending ``sizes`` and further ones, for batches of up to ``max_requests`` that all have one of ``rows_of_request`` rows.
+
+    vLLM rounds a size up to a multiple of the rows per request, and drops it where that is more than the largest size or than
+    ``max_requests``; so the largest batch of each kind that fits into ``most`` rows is a size itself.
+    """
+    widths = sorted(rows_of_request)
+    largest = {rows * min(max_requests, most // rows) for rows in widths}
+    last = max(largest)
+    if last <= sizes[-1]:
         return list(sizes)
-    return [*sizes, *range((sizes[-1] // STRIDE + 1) * STRIDE, most, STRIDE), most]
+    return sorted({*sizes, *range((sizes[-1] // STRIDE + 1) * STRIDE, last, STRIDE), *(size for size in largest if size > 0)})
 
 
 def cover_verification(vllm_config: Any) -> None:
@@ -35,6 +44,9 @@ def cover_verification(vllm_config: Any) -> None:
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     if not (current_platform.is_cuda() and vllm_config.use_v2_model_runner and compilation.cudagraph_capture_sizes):
         return
-    rows = scheduler.max_num_seqs * (1 + vllm_config.speculative_config.num_speculative_tokens)
-    sizes = with_verification(compilation.cudagraph_capture_sizes, min(rows, scheduler.max_num_batched_tokens))
+    speculative = vllm_config.speculative_config
+    table = speculative.num_speculative_tokens_per_batch_size or ()
+    rows = {1 + speculative.num_speculative_tokens, *(1 + width for _, _, width in table)}
+    most = min(MOST_ROWS, scheduler.max_num_batched_tokens)
+    sizes = with_verification(compilation.cudagraph_capture_sizes, rows, scheduler.max_num_seqs, most)
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]

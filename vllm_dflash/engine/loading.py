@@ -2,7 +2,10 @@
 """Loading the draft network beside its target: configuration of the draft's layers, weights, shared embedding and head."""
 
 import copy
+import functools
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import nn
 from vllm import envs
@@ -60,11 +63,18 @@ def _attention_needs(vllm_config: VllmConfig, draft: DraftConfig) -> AttentionSe
 def compile_tag(config: VllmConfig) -> str:
     """Name of the draft's graphs in vLLM's compile cache; ``config``: what its layers are built with.
 
-    vLLM keeps the graphs of all models of an engine in one folder, which it finds by the *target's* configuration, and numbers
-    them within a tag. So what changes the draft's graphs alone (attention backend, cache dtype, a precision that was chosen by
-    measuring) is part of the tag: a graph with other inputs would be called.
+    vLLM keeps the graphs of all models of an engine in one folder, which it finds by the *target's* configuration and code, and
+    numbers them within a tag. So what changes the draft's graphs alone (attention backend, cache dtype, a precision that was
+    chosen by measuring, this plugin's code) is part of the tag: a graph with other inputs would be called.
     """
-    return f"dflash_draft_{config.compute_hash()[:10]}"
+    return f"dflash_draft_{hashlib.sha256((config.compute_hash() + _code()).encode()).hexdigest()[:10]}"
+
+
+@functools.cache
+def _code() -> str:
+    """Of the modules beside this one, which hold everything that a forward pass of the draft runs through."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def load_draft(target: nn.Module, vllm_config: VllmConfig, draft: DraftConfig) -> nn.Module:

@@ -12,9 +12,10 @@ pass that ends before them.
 
 import dataclasses
 import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 
 from vllm_dflash import hooks
 from vllm_dflash.engine.pair import resolve_draft
+from vllm_dflash.engine.step_outcome import acceptance_of
 from vllm_dflash.options import read_options
 from vllm_dflash.planner import confidences, measured
 from vllm_dflash.planner.costs import StepCosts
@@ -33,8 +35,8 @@ from vllm_dflash.plugin import claims
 logger = init_logger("vllm.plugins.dflash")
 
 KNEE_GPU, KNEE_CPU = 184.0, 8.0
-# "auto" plans for targets from this size on. Measured on an H200: 8e9 parameters gain up to 2.8 times from narrower blocks under
-# load; 0.1e9, whose steps the host bounds, lose up to half below 128 requests (docs/benchmarks.md).
+# On GPUs "auto" plans for targets from this size on. Measured on an H200: 8e9 parameters gain up to 2.8 times from narrower
+# blocks under load; 0.1e9, whose steps the host bounds, lose up to half below 128 requests (docs/benchmarks.md).
 _LARGE_TARGET = 2e9
 _PLANNING = "_vllm_dflash_planning"
 
@@ -49,18 +51,21 @@ def why_fixed(vllm_config: Any) -> str | None:
     """Why K stays as configured; None where the planner may choose."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     option = read_options(vllm_config.additional_config).planner
+    auto, on_cpu, v2 = option == "auto", current_platform.is_cpu(), vllm_config.use_v2_model_runner
     reasons = {
         'option "planner" is off': option == "off",
-        'option "planner" is auto, and this machine is a CPU': option == "auto" and current_platform.is_cpu(),
-        'option "planner" is auto, and the target is small': option == "auto" and _num_parameters(vllm_config) < _LARGE_TARGET,
+        'option "planner" is auto, and Model Runner V2 is not meant for CPUs': auto and on_cpu and v2,
+        'option "planner" is auto, and draft times stay with the workers': on_cpu and auto and not v2 and parallel.world_size > 1,
+        'option "planner" is auto, and the target is small': auto and not on_cpu and _num_parameters(vllm_config) < _LARGE_TARGET,
         "num_speculative_tokens_per_batch_size is set": not _table_is_ours(vllm_config),
         "adaptive verification tells its confidences in other processes": trims(vllm_config) and parallel.world_size > 1,
         "data-parallel ranks run every step together, and tell each other no width": _in_lockstep(vllm_config),
+        "ranks under a launcher of yours plan apart": parallel.world_size > 1 and _is_launched(parallel),
         "pipeline stages expect all drafts": parallel.pipeline_parallel_size > 1,
         "the target keeps recurrent state": bool(getattr(model, "is_hybrid", False)),
         "vLLM differs where adaptive verification is prepared": trims(vllm_config) and hooks.V2_CAPTURED.problem() is not None,
         "vLLM differs where steps end": hooks.STEP_DONE.problem() is not None,
-        "model runner V1 would lose its full graphs": not (current_platform.is_cpu() or vllm_config.use_v2_model_runner),
+        "model runner V1 would lose its full graphs": not (on_cpu or v2),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -79,7 +84,12 @@ def _in_lockstep(vllm_config: Any) -> bool:
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size == 1:
         return False
-    return bool(vllm_config.model_config.is_moe) or parallel.distributed_executor_backend == "external_launcher"
+    return bool(vllm_config.model_config.is_moe) or _is_launched(parallel)
+
+
+def _is_launched(parallel_config: Any) -> bool:
+    """Whether each rank has a scheduler of its own; their clocks differ, so would their widths."""
+    return bool(parallel_config.distributed_executor_backend == "external_launcher")
 
 
 def _num_parameters(vllm_config: Any) -> float:
@@ -131,17 +141,18 @@ class StepPlanning:
         anchors = 0 if resolve_draft(config).sample_from_anchor else 1
         # Graphs of the draft exist for some widths only (see graphs.py); without graphs the block is as long as it has to be.
         graphed = draft_widths(width, anchors) if config.use_v2_model_runner else range(1, width + 1)
-        if not config.use_v2_model_runner:
-            measured.take_drafts()  # V1 times every pass: those before are of an earlier engine of this process
         rows_of = _rows_of(graphed, anchors)
         costs = StepCosts(KNEE_CPU if on_cpu else KNEE_GPU)
+        drafts = measured.take_drafts()
+        if config.use_v2_model_runner:  # V1 times every pass: those before are of an earlier engine of this process
+            costs.measure_drafts(drafts)
         costs.verify.measure(measured.take_verifications())
         self._rows_of = rows_of
         self._trimmed: TrimmedPlanner | None = None
         if trims(config):
             # One family of graphs serves verifications of every width, and a draft pass that is cut afterwards gains nothing.
             self._trimmed = TrimmedPlanner((0, *graphed), costs, rows_of)
-            confidences.offer_costs(costs.verify)
+            confidences.offer_costs(costs)
         self.planner = self._trimmed or Planner(widths, costs, rows_of, per_request=on_cpu and not self._graphs)
         self._ahead = int(bool(config.scheduler_config.async_scheduling))
         self._size = config.scheduler_config.max_num_seqs + 1
@@ -152,7 +163,7 @@ class StepPlanning:
         self._lengths: dict[str, int] = {}
         self._steps: deque[_Step] = deque(maxlen=2 + 2 * self._ahead)
         self._last: float | None = None
-        self._held = False
+        self._unlearnt = 0.0  # outputs to come of steps whose width was held
 
     def hold(self, width: int | None) -> None:
         """Draft ``width`` tokens in every step from the next on, for every request; None lets the planner choose again.
@@ -164,7 +175,7 @@ class StepPlanning:
         """
         self.planner.hold(width)
         self._steps.clear()  # those in flight are of the width before
-        self._held = width is not None
+        self._unlearnt = 1 + self._ahead if width is None else math.inf
 
     def before(self, scheduler: Any) -> None:
         """Learn from the time since the last call, cut drafts to their planned lengths, and plan the next drafts."""
@@ -176,8 +187,9 @@ class StepPlanning:
         running = scheduler.running
         if self._trimmed is not None:
             self._follow(self._trimmed)
+        caught_up = measured.take_catch_up()
         if self._last is not None and running:
-            self._learn(now - self._last)
+            self._learn(now - self._last - caught_up)
         elif not running:
             self._steps.clear()
         self._last = now
@@ -213,7 +225,7 @@ class StepPlanning:
     def _follow(self, planner: TrimmedPlanner) -> None:
         """Take the confidences of late drafts, and how many rows the last step really verified."""
         for news in confidences.take_confidences():
-            if not self._held:
+            if not self._unlearnt:
                 planner.acceptance.note(news)
         rows = confidences.take_rows()
         if rows and self._steps:
@@ -243,8 +255,10 @@ class StepPlanning:
         """Count accepted drafts of a finished step (vLLM's ``SchedulerOutput`` and ``ModelRunnerOutput``)."""
         began = time.perf_counter()
         sampled = getattr(runner_output, "sampled_token_ids", None)
-        if sampled and output.scheduled_spec_decode_tokens and not self._held:
-            self.planner.observe(*_acceptance(output, runner_output.req_ids, sampled))
+        if self._unlearnt:
+            self._unlearnt -= 1
+        elif sampled and output.scheduled_spec_decode_tokens:
+            self.planner.observe(*acceptance_of(output, runner_output.req_ids, sampled))
         if output.finished_req_ids:
             self.planner.acceptance.forget(output.finished_req_ids)
         self.record.seconds += time.perf_counter() - began
@@ -255,7 +269,7 @@ class StepPlanning:
 
     def _learn(self, seconds: float) -> None:
         drafts = measured.take_drafts()
-        if self._held:
+        if self._unlearnt:
             return
         for rows, taken in drafts:
             self.planner.costs.observe_draft(rows, taken)
@@ -267,21 +281,7 @@ class StepPlanning:
             return  # steps of other sizes overlap
         done = steps[-1 - self._ahead]
         drafted = steps[-1 - 2 * self._ahead]
-        alike = 0 if self.planner.per_request or self._trimmed is not None else done.requests
-        self.planner.costs.observe(done.verify_rows, drafted.query_rows, done.context, seconds, alike)
-
-
-def _acceptance(output: Any, names: list[str], sampled: Sequence[Sequence[int]]) -> tuple[list[str], list[int], list[int]]:
-    """Requests of a step, how many drafts of each were verified (0 for none), and how many were accepted."""
-    drafts: Mapping[str, Sequence[int]] = output.scheduled_spec_decode_tokens
-    lengths = [len(drafts.get(name, ())) for name in names]
-    invalid: Mapping[str, int] = getattr(output, "num_invalid_spec_tokens", None) or {}  # of a grammar
-    if invalid:
-        lengths = [max(length - invalid.get(name, 0), 0) for name, length in zip(names, lengths, strict=True)]
-    new = list(map(len, sampled))
-    if 0 in new:  # a prefill
-        lengths = [length if count else 0 for length, count in zip(lengths, new, strict=True)]
-    return names, lengths, [count - 1 if count else 0 for count in new]
+        self.planner.costs.observe(done.verify_rows, drafted.query_rows, done.context, seconds, done.requests)
 
 
 def planning_of(scheduler: Any) -> StepPlanning | None:

@@ -29,9 +29,12 @@ from vllm_dflash.engine.announce import announce
 from vllm_dflash.engine.capability import of_proposer
 from vllm_dflash.engine.draft_sampling import sample_drafts
 from vllm_dflash.engine.embedded_prompts import EmbeddedPrompts
+from vllm_dflash.engine.kept_context import KeptContext
+from vllm_dflash.engine.loading import compile_tag
 from vllm_dflash.engine.pair import drafted_context, resolve_draft
+from vllm_dflash.engine.plain_steps import VerificationClock, sample_plainly
 from vllm_dflash.engine.private_head import watch_updates
-from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block, within_limit
+from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block
 from vllm_dflash.engine.target_vocabulary import shared_vocabulary
 from vllm_dflash.engine.variant_choice import resolve_weights
 from vllm_dflash.planner import measured
@@ -39,7 +42,7 @@ from vllm_dflash.planner import measured
 logger = init_logger("vllm.plugins.dflash")
 
 
-class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
+class DFlashProposer(KeptContext, EmbeddedPrompts, SpecDecodeBaseProposer):
     """Drafts K tokens per request with one pass over ``[anchor, mask x K]``.
 
     Raises:
@@ -61,6 +64,7 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
         self._skip_prefill = self._compact and vllm_config.parallel_config.data_parallel_size == 1
         self._allocate_query_buffers()
         capture.announce_layers(self.speculative_config, self.draft)
+        self._verification = sample_plainly(runner) if self._compact and runner is not None else VerificationClock()
 
     # -- set-up, called by the runner ------------------------------------------------------------------------------------
 
@@ -97,6 +101,7 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
         )
         self.draft_attn_groups = [entry.group for entry in self._groups]  # the runner binds KV caches through these
         self.block_size = spec.block_size
+        self._bind_context(kv_cache_config)
         self.capability = of_proposer(self)
         self._start_line = announce(logger, self.draft, self.num_speculative_tokens, self.capability.facts, self._start_line)
 
@@ -158,6 +163,7 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
         Returns:
             int64 [B, K]; requests that cannot use drafts get zeros.
         """
+        began = time.perf_counter() - self._verification.seconds  # drafting costs all that a plain step does without
         self.num_speculative_tokens = int(num_speculative_tokens)
         self._idle = getattr(num_speculative_tokens, "idle", frozenset())
         self._last_draft_probs: torch.Tensor | None = None
@@ -169,40 +175,35 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
             num_rejected_tokens_gpu,
             compact=self._compact,
         )
-        self._store_context(committed, target_hidden_states)
+        drafting = self._drafting(committed.anchors) if num_speculative_tokens else torch.zeros_like(committed.anchors).bool()
+        began += self._keep_context(committed, target_hidden_states, common_attn_metadata, drafting)
         if num_speculative_tokens == 0:
             return next_token_ids.new_empty((next_token_ids.shape[0], 0), dtype=torch.int64)
-        block = self._query_block(committed, next_token_ids, common_attn_metadata)
+        block = self._query_block(committed, next_token_ids, common_attn_metadata, drafting)
         if block.sample_rows is not None and block.sample_rows.numel() == 0:
             if not self._skip_prefill:  # other data-parallel ranks wait for this one in their forward
                 self.dummy_run(1)
             return next_token_ids.new_zeros((next_token_ids.shape[0], num_speculative_tokens), dtype=torch.int64)
-        began = time.perf_counter()
         hidden_states = self._draft_forward(block, common_attn_metadata)
         drafts = self._pick(hidden_states, block, sampling_metadata, next_token_ids.shape[0])
         if self._compact:  # elsewhere the host only launches
             measured.record_draft(block.input_ids.shape[0], time.perf_counter() - began)
         return drafts
 
-    def _store_context(self, committed: CommittedRows, target_hidden_states: torch.Tensor) -> None:
-        """Steps 1 and 2: fc over the committed rows' aux states, then K/V of all layers into the cache."""
-        if self._limit is not None:
-            committed = within_limit(committed, self._limit, compact=self._compact)
-        if committed.rows is not None:
-            if committed.rows.numel() == 0:
-                return
-            target_hidden_states = target_hidden_states[committed.rows]
-        states = self.model.combine_hidden_states(target_hidden_states)
-        self.model.precompute_and_store_context_kv(states, committed.positions, committed.slots)
-
-    def _query_block(self, committed: CommittedRows, next_token_ids: torch.Tensor, common: CommonAttentionMetadata) -> QueryBlock:
+    def _query_block(
+        self,
+        committed: CommittedRows,
+        next_token_ids: torch.Tensor,
+        common: CommonAttentionMetadata,
+        drafting: torch.Tensor | None,
+    ) -> QueryBlock:
         """Step 3: ids, positions and slots of the query rows."""
         width = self.num_speculative_tokens + self._skip
         return query_block(
             committed.anchors,
             next_token_ids,
             common.block_table_tensor,
-            self._drafting(committed.anchors),
+            drafting,
             num_speculative_tokens=self.num_speculative_tokens,
             skip=self._skip,
             mask_token_id=self.draft.mask_token_id,
@@ -281,7 +282,7 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
 
     def _get_model(self) -> Any:  # a DFlashDraftModel, possibly in one of vLLM's graph wrappers later
         draft_config = resolve_weights(self._create_draft_vllm_config(), self.draft)
-        with set_model_tag("dflash_draft"):  # a compile cache of its own
+        with set_model_tag(compile_tag(draft_config)):
             return get_model(
                 vllm_config=draft_config,
                 model_config=self.draft_model_config,
@@ -317,23 +318,6 @@ class DFlashProposer(EmbeddedPrompts, SpecDecodeBaseProposer):
                 input_ids=self.input_ids[:padded], positions=self.positions[:padded], inputs_embeds=None
             )
         return hidden_states
-
-    def _drafting(self, anchors: torch.Tensor) -> torch.Tensor | None:
-        """Requests whose drafts will be verified, bool [B]; None for all.
-
-        The scheduler drops drafts made in mid-prefill, those of requests with more context than the draft serves, and those that
-        the planner does not want.
-        """
-        mask = getattr(self._runner, "discard_request_mask", None)
-        if not self._skip_prefill or mask is None:
-            return None
-        dropped: torch.Tensor = mask.gpu[: anchors.shape[0]]
-        if self._limit is not None:
-            dropped = dropped | (anchors > self._limit)
-        if self._idle:
-            names = self._runner.input_batch.req_ids[: anchors.shape[0]]
-            dropped = dropped | torch.tensor([name in self._idle for name in names])
-        return ~dropped if bool(dropped.any()) else None
 
     def _lift_length_gate(self) -> None:
         """Let the runner call us near ``max_model_len``: query rows beyond it are handled one by one here.

@@ -11,6 +11,7 @@ committed position. Two ways out:
 """
 
 import dataclasses
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -182,3 +183,26 @@ def place(values: torch.Tensor, places: torch.Tensor | None, size: int) -> torch
     result = values.new_zeros(size, *values.shape[1:])
     result[places] = values
     return result
+
+
+def drafted_for(
+    anchors: torch.Tensor, prefilling: torch.Tensor, limit: int | None, idle: Collection[str], names: Sequence[str]
+) -> torch.Tensor | None:
+    """Requests whose drafts will be verified, bool [B]; None for all.
+
+    The scheduler drops drafts made in mid-prefill, those of requests with more context than the draft serves, and those that
+    the planner does not want.
+
+    Args:
+        anchors: int64 [B].
+        prefilling: bool [B].
+        limit: most tokens of context that are drafted for, None for any.
+        idle: requests that the planner leaves out, by name.
+        names: of the requests, B or more.
+    """
+    dropped = prefilling
+    if limit is not None:
+        dropped = dropped | (anchors > limit)
+    if idle:
+        dropped = dropped | torch.tensor([name in idle for name in names[: anchors.shape[0]]])
+    return ~dropped if bool(dropped.any()) else None

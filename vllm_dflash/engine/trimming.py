@@ -21,6 +21,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_dflash.planner import confidences
+from vllm_dflash.planner.planner import OTHER_BATCH
 from vllm_dflash.planner.trimmed import corrected
 
 Array = npt.NDArray[np.float64]
@@ -73,7 +74,7 @@ class Trimming:
         self._full: Any = None  # vLLM's cost tables, of full width
         self._by_width: dict[int, Any] = {}
         self._verify: Any = None  # vLLM's, corrected
-        self._steps = 0
+        self._steps = self._requests = 0
         confidences.forget()
 
     def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
@@ -85,7 +86,7 @@ class Trimming:
         """As vLLM's: rows of the next step with as many drafts as pay, given all that are scheduled."""
         width = max(map(len, draft_tokens.values()), default=0)
         if width:
-            self._price(width)
+            self._price(width, len(num_tokens_per_req))
             self._complete(list(num_tokens_per_req), width)
         rows: int = self._count(num_tokens_per_req, draft_tokens)
         confidences.record_rows(rows)
@@ -110,15 +111,16 @@ class Trimming:
             self._usual.note(news)
             confidences.record_confidences(news)
 
-    def _price(self, width: int) -> None:
-        """Have the manager reckon with the draft pass that this width runs."""
+    def _price(self, width: int, requests: int) -> None:
+        """Have the manager reckon with the draft pass that this width runs, and with what steps of so many requests take."""
         manager = self._manager
         if manager.cost_tables is None:
             return
         if self._full is None:
             self._full = manager.cost_tables
-        if self._steps % _REPRICE == 0:
-            self._verify, self._by_width = corrected(self._full[1], confidences.observed_costs()), {}
+        if self._steps % _REPRICE == 0 or abs(requests - self._requests) * OTHER_BATCH > self._requests:
+            self._verify, self._by_width = corrected(self._full[1], confidences.observed_costs(requests)), {}
+            self._steps, self._requests = 0, requests
         self._steps += 1
         if width not in self._by_width:
             rows = next(rows for wide, rows in self._query_rows.items() if wide >= width)
@@ -142,18 +144,18 @@ class Trimming:
 @torch.inference_mode()
 def compile_cuts(manager: Any) -> None:
     """Compile the cut for every kind of batch: one request or one draft is a program of its own, a second while serving."""
-    cut = getattr(adaptive_verification, "_assign_draft_token_budget_compiled", None)
+    cut = adaptive_verification._assign_draft_token_budget_compiled
     drafts, device = manager.num_speculative_steps, manager.query_start_loc.device
-    if cut is None or device.type != "cuda":
+    if device.type != "cuda":
         return
-    for requests in {1, min(2, manager.req_states.max_num_reqs)}:
-        for budget in {1, min(2, drafts)}:
+    # Sizes that are equal in the example are taken to be equal ever after, so none of the larger ones is K or another's.
+    for requests in {1, min(drafts + 2, manager.req_states.max_num_reqs)}:
+        for budget in {1, min(drafts + 3, requests * drafts - 1) or 1}:
             capacities = manager._batch_draft_capacity[:requests].fill_(drafts)
             cut(manager._confidence_probs, torch.arange(requests, device=device), capacities, budget, drafts)
 
 
 def trim(manager: Any, speculator: Any) -> None:
     """Put :class:`Trimming` before ``manager``, once, for a speculator of ours."""
-    compile_cuts(manager)
     if not isinstance(getattr(manager.get_num_tokens, "__self__", None), Trimming):
         Trimming(manager, {width: shape.num_query_per_req for width, shape in speculator.buffers.shapes.items()})

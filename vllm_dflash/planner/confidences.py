@@ -4,7 +4,7 @@
 Counting accepted drafts would mislead there: a request whose drafts were all accepted as far as they were verified looks like a
 rejection. Confidences are calibrated online by vLLM's estimator against what was accepted, and there is one for every draft that
 was made, verified or not. They come from the worker, in the same process; bounded, as nobody may read them. What steps cost goes
-the other way, to whoever decides where to cut.
+the other way, to whoever decides where to cut. One engine of a process is served, the last one.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dflash.planner.acceptance import PRIOR, AcceptanceStats
-from vllm_dflash.planner.costs import RowCurve
+from vllm_dflash.planner.costs import StepCosts
 
 Array = npt.NDArray[np.float64]
 
@@ -24,7 +24,7 @@ RATE = 0.1
 """Of one step in the usual confidence of a position: 10 steps of memory."""
 _CONFIDENCES: deque[Array] = deque(maxlen=16)
 _ROWS: deque[int] = deque(maxlen=16)
-_COSTS: list[RowCurve] = []  # one or none
+_COSTS: list[StepCosts] = []  # one or none
 
 
 def record_confidences(confidences: Array) -> None:
@@ -58,14 +58,14 @@ def forget() -> None:
     _COSTS.clear()
 
 
-def offer_costs(verify: RowCurve) -> None:
-    """Let :func:`observed_costs` read what verification costs while serving."""
-    _COSTS[:] = [verify]
+def offer_costs(costs: StepCosts) -> None:
+    """Let :func:`observed_costs` read what steps cost while serving."""
+    _COSTS[:] = [costs]
 
 
-def observed_costs() -> list[tuple[float, float]]:
-    """(rows, seconds) of steps that ran, without their draft pass, ascending; empty without a planner in this process."""
-    return _COSTS[0].observed() if _COSTS else []
+def observed_costs(requests: int) -> list[tuple[float, float]]:
+    """See :meth:`StepCosts.observed`; empty without a planner in this process."""
+    return _COSTS[0].observed(requests) if _COSTS else []
 
 
 class UsualConfidence:

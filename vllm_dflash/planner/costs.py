@@ -28,6 +28,8 @@ RECENT = 9
 """Observations that a median is taken of, the lower of two in the middle: what looks good with few is tried, and soon known."""
 CLIP = 1.5
 """An observation counts as at most this far off that median, or off what was expected where there are fewer than three."""
+PRICED = 32
+"""Numbers of rows that are looked up for a batch; those in between are interpolated."""
 BELIEVED = 3
 """Observations of a knot from which on no single one decides."""
 DRAFT_SHARE = 0.2
@@ -127,10 +129,9 @@ class RowCurve:
         """Observations of a knot that are remembered."""
         return self._seen[knot].weight
 
-    def observed(self) -> list[tuple[float, float]]:
-        """(rows, seconds) of the knots that were observed often enough to be believed, ascending."""
-        knots = zip(self._at, self._shapes, self._seen, strict=True)
-        return [(rows, seen.mean * shape) for rows, shape, seen in knots if seen.weight >= BELIEVED]
+    def believed(self) -> list[int]:
+        """Numbers of the knots that were observed often enough, ascending."""
+        return [knot for knot, seen in enumerate(self._seen) if seen.weight >= BELIEVED]
 
     def __call__(self, rows: npt.ArrayLike) -> Array:
         """Seconds for each entry of ``rows``; 0 rows cost nothing. Only ratios mean anything while nothing is ``known``."""
@@ -187,9 +188,9 @@ def _rising(values: Array, weights: Array) -> Array:
 class StepCosts:
     """Seconds of one cycle: verification of what was drafted, and the next draft.
 
-    Where all requests verify alike, times are also kept by batch size: the host's part of a step grows with its requests whatever
-    their rows, so that 64 rows of 8 requests and 64 of 64 are different steps. What a batch of this size has not run yet is taken
-    from the curve, as the difference to what it has.
+    Times are also kept by batch size: the host's part of a step grows with its requests whatever their rows, so that 64 rows of 8
+    requests and 64 of 64 are different steps. What a batch of this size has not run yet is taken from the curve, as the
+    difference to what it has.
 
     Args:
         knee: rows up to which a pass costs what one row costs: about 184 for bf16 weights on an H200, 8 on a CPU.
@@ -203,8 +204,14 @@ class StepCosts:
         self.late = 0
         """Steps in a row, up to the last, that took much longer than those before them."""
         self._by_batch: dict[int, dict[int, Typical]] = {}  # knots of requests, then of rows
+        self._context = 0  # of the last step
         self._slope = _ContextSlope()
         self._draft_known = False
+
+    def measure_drafts(self, times: Iterable[tuple[int, float]]) -> None:
+        """Start from (query rows, seconds) of draft passes timed when the engine started; nothing happens without any."""
+        self.draft.measure(times)
+        self._draft_known = self._draft_known or self.draft.measured
 
     def observe_draft(self, query_rows: int, seconds: float) -> None:
         """A draft pass over ``query_rows`` rows, timed on its own."""
@@ -214,8 +221,9 @@ class StepCosts:
     def observe(self, verify_rows: int, query_rows: int, context: int, seconds: float, requests: int = 0) -> None:
         """A whole step: ``verify_rows`` target rows, ``query_rows`` draft rows, ``context`` tokens of all requests together.
 
-        ``requests``: of a step whose requests verified alike, else 0.
+        ``requests``: of the step, or 0 where times are not kept by batch size.
         """
+        self._context = context
         self.late = self.late + 1 if self.pace and seconds > CLIP * self.pace else 0
         self.pace += (min(seconds, 2.0 * self.pace or seconds) - self.pace) * (0.1 if self.pace else 1.0)
         rest = max(seconds - self.draft.lately(query_rows), 0.2 * seconds) if self._draft_known else seconds
@@ -237,13 +245,32 @@ class StepCosts:
         self.verify.observe(verify_rows, rest)
 
     def seconds(self, verify_rows: npt.ArrayLike, query_rows: npt.ArrayLike, context: int, requests: int = 0) -> Array:
-        """Predicted seconds; arrays of rows broadcast. ``requests``: of a step whose requests verify alike, rows ascending."""
+        """Predicted seconds; arrays of rows broadcast. ``requests``: as for :meth:`observe`, with rows ascending."""
         verify = self._of_batch(np.asarray(verify_rows), requests) if requests else self.verify(verify_rows)
+        predicted: Array = verify + self.drafting(query_rows) + self._slope.value * context
+        return predicted
+
+    def observed(self, requests: int) -> list[tuple[float, float]]:
+        """(rows, seconds) that steps of this batch size took lately, without their draft pass; rows and seconds ascending.
+
+        Of any batch size where none of this one was seen often enough.
+        """
+        cells = self._by_batch.get(self.verify.knot(requests), {})
+        knots = sorted(knot for knot, cell in cells.items() if cell.weight >= BELIEVED) or self.verify.believed()
+        rows = self.verify.knots[knots]
+        seconds = self._of_batch(rows, requests) + self._slope.value * self._context
+        return list(zip(rows.tolist(), seconds.tolist(), strict=True))
+
+    def by_rows(self, requests: int, most_rows: int, context: int) -> tuple[Array, Array]:
+        """(rows, seconds) of steps without a draft pass, from ``requests`` rows to ``most_rows``, to interpolate in."""
+        rows = np.unique(np.round(np.linspace(requests, most_rows, PRICED + 1)))
+        return rows, self.seconds(rows, 0, context, requests)
+
+    def drafting(self, query_rows: npt.ArrayLike) -> Array:
+        """Predicted seconds of draft passes, 0 for none."""
         # Seconds and a prior without a unit do not add up.
         both = self._draft_known and self.verify.known
-        draft = self.draft(query_rows) if both else DRAFT_SHARE * self.verify(query_rows)
-        predicted: Array = verify + draft + self._slope.value * context
-        return predicted
+        return self.draft(query_rows) if both else DRAFT_SHARE * self.verify(query_rows)
 
     def seen(self, verify_rows: int, requests: int = 0) -> float:
         """How many steps like this one are remembered."""

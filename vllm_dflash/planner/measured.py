@@ -9,6 +9,7 @@ from collections import deque
 
 _PASSES: deque[tuple[int, float]] = deque(maxlen=1024)
 _VERIFICATIONS: deque[tuple[int, float]] = deque(maxlen=256)
+_CATCH_UPS: deque[float] = deque(maxlen=16)
 
 
 def record_draft(query_rows: int, seconds: float) -> None:
@@ -27,6 +28,7 @@ def forget() -> None:
     """Drop what no planner has taken."""
     _PASSES.clear()
     _VERIFICATIONS.clear()
+    _CATCH_UPS.clear()
 
 
 def record_verification(rows: int, seconds: float) -> None:
@@ -39,3 +41,15 @@ def take_verifications() -> list[tuple[int, float]]:
     taken = list(_VERIFICATIONS)
     _VERIFICATIONS.clear()
     return taken
+
+
+def record_catch_up(seconds: float) -> None:
+    """The step that runs spends ``seconds`` on context of earlier steps: no part of what a step like it costs."""
+    _CATCH_UPS.append(seconds)
+
+
+def take_catch_up() -> float:
+    """Seconds since the last call, together."""
+    seconds = sum(_CATCH_UPS)
+    _CATCH_UPS.clear()
+    return seconds

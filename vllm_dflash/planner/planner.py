@@ -102,14 +102,16 @@ def fitted_plan(survival: Floats, width: int, costs: StepCosts, query_rows: int,
     """
     requests = survival.shape[0]
     ranked = np.argsort(-survival[:, :width].sum(1), kind="stable")
-    best = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(costs.seconds(requests, 0, context)))
+    grid, verify = costs.by_rows(requests, requests * (1 + width), context)
+    best = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(verify[0]))
     for count in sorted({max(1, round(requests * part / _SHARES)) for part in range(1, _SHARES + 1)}):
         some = ranked[:count]
         flat = survival[some, :width].ravel()
         order = np.argsort(-flat, kind="stable")  # stable: an earlier position comes before an equal later one
         tokens = requests + np.cumsum(flat[order])
         drafting = np.cumsum(order % width == 0)
-        rates = tokens / costs.seconds(requests + np.arange(1, flat.size + 1), drafting * query_rows, context)
+        seconds = np.interp(requests + np.arange(1, flat.size + 1), grid, verify) + costs.drafting(drafting * query_rows)
+        rates = tokens / seconds
         at = int(np.argmax(rates))
         if rates[at] > best.rate:
             lengths = np.zeros(requests, dtype=np.int64)
@@ -225,7 +227,8 @@ class Planner:
     def _fitted(self, survival: Floats, at: int, context: int) -> Plan:
         """Lengths by request up to width number ``at``, none at all unless that is well worth it."""
         requests = survival.shape[0]
-        none = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(self.costs.seconds(requests, 0, context)))
+        alone = float(self.costs.seconds(np.array([requests]), 0, context, requests)[0])
+        none = Plan(0, np.zeros(requests, dtype=np.int64), requests / alone)
         width = self.widths[at]
         plan = fitted_plan(survival, width, self.costs, int(self._query_rows[at]), context) if width else none
         return plan if plan.rate > (1 + WORTH) * none.rate else none
@@ -256,9 +259,10 @@ class Planner:
             lengths[:] = 0
             lengths[some] = width
             tokens = requests + survival[some, :width].sum()
-            rate = tokens / float(self.costs.seconds(requests + lengths.sum(), len(some) * self._query_rows[at], context))
+            rows, drafted = np.array([requests + lengths.sum()]), len(some) * self._query_rows[at]
+            rate = tokens / float(self.costs.seconds(rows, drafted, context, requests)[0])
         wait = max(0.0, 1.0 - rate / rates[held]) / PROBE_SHARE
-        if self.costs.seen(requests + int(lengths.sum()), 0 if self.per_request else requests) >= ENOUGH:
+        if self._tried(width, lengths) >= ENOUGH:
             wait *= self._backoff
             self._backoff = min(2 * self._backoff, 8)
             self._upwards = not self._upwards
@@ -267,6 +271,10 @@ class Planner:
             hoped = survival[:, :width].sum(1).tolist()
             self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
         return Plan(width, lengths, rate, probe=True)
+
+    def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
+        """How many steps like this one are remembered."""
+        return self.costs.seen(len(lengths) + int(lengths.sum()), len(lengths))
 
 
 def draft_widths(max_width: int, anchors: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_dflash.planner.confidences import ConfidenceStats
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import Floats, Lengths, Planner, RowsOf
+from vllm_dflash.planner.planner import Floats, Lengths, Plan, Planner, RowsOf
 
 _CUTS = 64
 """Numbers of verified drafts that are tried per width: the rate is flat around the best."""
@@ -27,16 +27,18 @@ def trimmed_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     """
     requests = survival.shape[0]
     rates = []
+    grid, verify = costs.by_rows(requests, requests * (1 + survival.shape[1]), context)
     for width, rows in zip(widths.tolist(), query_rows.tolist(), strict=True):
         best = np.sort(survival[:, :width], axis=None)[::-1]
         cuts = np.unique(np.linspace(0, best.size, _CUTS + 1).astype(np.int64))
         tokens = requests + np.concatenate([[0.0], np.cumsum(best)])[cuts]
-        rates.append(float((tokens / costs.seconds(requests + cuts, requests * rows, context)).max()))
+        seconds = np.interp(requests + cuts, grid, verify) + costs.drafting(requests * rows)
+        rates.append(float((tokens / seconds).max()))
     return np.array(rates)
 
 
 def corrected(bare: Floats, observed: Sequence[tuple[float, float]]) -> Floats:
-    """A curve of bare passes plus what steps that ran took beyond it, interpolated over rows.
+    """A curve of bare passes plus what steps that ran took beyond it (or less), interpolated over rows; more rows cost no less.
 
     Args:
         bare: [rows + 1], milliseconds by rows.
@@ -46,7 +48,7 @@ def corrected(bare: Floats, observed: Sequence[tuple[float, float]]) -> Floats:
         return bare
     rows, seconds = np.array(observed).T
     beyond = 1e3 * seconds - np.interp(rows, np.arange(len(bare)), bare)
-    table: Floats = np.maximum(bare + np.interp(np.arange(len(bare)), rows, beyond), 1e-6)
+    table: Floats = np.maximum.accumulate(np.maximum(bare + np.interp(np.arange(len(bare)), rows, beyond), 1e-6))
     return table
 
 
@@ -58,6 +60,18 @@ class TrimmedPlanner(Planner):
     def __init__(self, widths: Sequence[int], costs: StepCosts, rows_of: RowsOf) -> None:
         super().__init__(widths, costs, rows_of, per_request=False, clock=time.perf_counter)
         self.acceptance = ConfidenceStats(self.widths[-1])
+        self._steps: dict[tuple[int, int], int] = {}  # by power of two of the requests and width
+
+    def plan(self, request_ids: Sequence[str], context: int) -> Plan:
+        """See :meth:`Planner.plan`; the lengths are those that are drafted."""
+        plan = super().plan(request_ids, context)
+        key = len(request_ids).bit_length(), plan.width
+        self._steps[key] = self._steps.get(key, 0) + 1
+        return plan
+
+    def _tried(self, width: int, lengths: Lengths) -> float:
+        """Steps at ``width``: how many rows of one are verified is decided later."""
+        return self._steps.get((len(lengths).bit_length(), width), 0)
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Nothing, see :class:`ConfidenceStats`; the confidences of a probe come by themselves, whatever was verified."""

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     target, draft = sys.argv[1:]
     llm = LLM(
         target, speculative_config={"method": "dflash", "model": draft}, skip_tokenizer_init=True, enforce_eager=True,
+        additional_config={"vllm_dflash": {"planner": "off"}},  # numbers of drafts are exact below
         dtype="float32", max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=16 << 20, disable_log_stats=False,
     )
     params = SamplingParams(temperature=0.0, max_tokens=41, ignore_eos=True, detokenize=False)

@@ -164,7 +164,7 @@ def test_caches_with_scales_per_token_are_refused(dtype):
 
 
 def test_compiled_graphs_of_other_backends_and_caches_are_kept_apart(target, draft, hopper, monkeypatch):
-    """Breaks if a draft is given the graphs of another attention backend: with an fp8 cache they take other inputs.
+    """Breaks if a draft is given the graphs of another attention backend, or of other code: they may take other inputs.
 
     vLLM looks for the graphs of all models by the target's configuration alone.
     """
@@ -187,6 +187,8 @@ def test_compiled_graphs_of_other_backends_and_caches_are_kept_apart(target, dra
         tags.append(loading.compile_tag(loading.draft_layer_config(config, resolve_draft(config))))
         targets.add(config.compute_hash())
     assert len(targets) == 1
+    monkeypatch.setattr(loading, "_code", lambda: "another version of this plugin")
+    tags.append(loading.compile_tag(loading.draft_layer_config(config, resolve_draft(config))))
     assert len(set(tags)) == len(tags)
 
 

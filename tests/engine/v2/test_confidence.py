@@ -8,6 +8,7 @@ gets a cost per row, and the fused head runs through the interpreter. Estimator,
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,10 +225,48 @@ def test_chosen_widths_and_prices(adaptive, prompts, baseline):
     wrapped = trimmer.get_num_tokens.__self__
     wrapped._full, wrapped._by_width = (np.full(33, 8.0), trimmer.cost_tables[1]), {}
     for width, price in ((1, 4.0), (K, 8.0)):
-        wrapped._price(width)
+        wrapped._price(width, 2)
         assert trimmer.cost_tables[0][2] == price
     trimming.note_draft_times([])
     wrapped._full = None
+
+
+def test_a_cut_is_priced_by_what_the_planner_observes(adaptive, prompts):
+    """Breaks if step times do not reach the manager, or those of another batch size stay when the batch changes."""
+    trimmer, costs = adaptive.runner.adaptive_verification, adaptive.planning.planner.costs
+    adaptive.generate(prompts[:2], 6)
+    for requests, seconds in ((3, 100.0), (2, 300.0)):
+        for _ in range(40):
+            costs.observe(requests, 0, 0, seconds, requests)
+        adaptive.generate(prompts[:requests], 6)
+        assert trimmer.cost_tables[1][2 * requests] > 0.5e3 * seconds  # milliseconds
+
+
+def test_the_cut_is_compiled_for_one_and_many(adaptive, monkeypatch):
+    """Breaks if one request, or one draft, is compiled for while serving: torch.compile takes sizes of 1 for constants."""
+    from vllm_dflash.engine import trimming
+
+    seen = []
+
+    def cut(confidences, mapping, capacities, budget, steps):
+        assert budget < int(capacities.sum()) or capacities.sum() == 1
+        assert confidences.shape[1] == steps == int(capacities[0])
+        seen.append((len(mapping), budget))
+
+    trimmer = adaptive.runner.adaptive_verification
+    device = SimpleNamespace(type="cuda")
+    manager = SimpleNamespace(
+        num_speculative_steps=K,
+        query_start_loc=SimpleNamespace(device=device),
+        req_states=trimmer.req_states,
+        _batch_draft_capacity=trimmer._batch_draft_capacity,
+        _confidence_probs=trimmer._confidence_probs,
+    )
+    monkeypatch.setattr(trimming.adaptive_verification, "_assign_draft_token_budget_compiled", cut)
+    monkeypatch.setattr(trimming.torch, "arange", lambda count, **_: range(count))
+    trimming.compile_cuts(manager)
+    assert {requests == 1 for requests, _ in seen} == {True, False}
+    assert {budget == 1 for _, budget in seen} == {True, False}
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ def planned(target, make_draft, baseline, engine_of):  # the baseline's engine h
 
     engine = engine_of(target, _draft(make_draft), speculative={"num_speculative_tokens": K}, additional_config=PLANNED)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    planner = planning_of(scheduler).planner
-    vars(planner).pop("plan", None)
-    planner.hold(None)
-    return engine, planner
+    planning = planning_of(scheduler)
+    vars(planning.planner).pop("plan", None)
+    planning.hold(None)
+    return engine, planning.planner
 
 
 _DRAFTS = []
@@ -50,6 +50,27 @@ def force(planner, widths):
 def any_width(seed):
     chooser = random.Random(seed)
     return iter(lambda: chooser.choice([0, 1, 2, 3, 5, 7]), None)
+
+
+def test_a_held_width_teaches_nothing(planned, prompts):
+    """Breaks if the fixed widths of a benchmark show the planner what to choose, also by what ends after the last of them."""
+    from vllm_dflash.engine.planning import hold_width
+
+    engine, planner = planned
+
+    def known():
+        return planner.acceptance.survival(["anyone"]).tolist(), planner.costs.seconds([2, 4, 16], [4, 8, 16], 100).tolist()
+
+    engine.generate(prompts[:2], 12)
+    before = known()
+    for width in (7, 1):
+        hold_width(engine.llm.llm_engine, width)
+        engine.generate(prompts[:2], 12)
+    hold_width(engine.llm.llm_engine, None)
+    assert known() == before
+    force(planner, iter(lambda: 7, None))  # otherwise it may choose to draft nothing
+    engine.generate(prompts[:2], 12)
+    assert known() != before
 
 
 def test_text_is_the_targets_whatever_the_widths(planned, prompts, long_prompts, baseline):
@@ -242,7 +263,7 @@ def test_when_k_follows_the_load(option, on_cpu, layers, hidden, part, monkeypat
         use_v2_model_runner=True,
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: layers, get_hidden_size=lambda: hidden),
         speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=None, enable_adaptive_verification=False),
-        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, world_size=1),
     )
     reason = planning.why_fixed(config)
     assert reason is None if part is None else part in reason
