@@ -271,7 +271,7 @@ def test_a_cpu_is_not_slower_than_without_speculation():
                 rows, query = len(names) + int(lengths.sum()), drafting * (plan.width + 1)
                 draft, noise = 0.2 * verify(query) if query else 0.0, 1 + 0.08 * random.standard_normal()
                 planner.costs.observe_draft(query, draft * noise)
-                planner.costs.observe(rows, query, 0, (verify(rows) + draft) * noise)
+                planner.costs.observe(rows, query, 0, (verify(rows) + draft) * noise, len(names))
                 accepted = np.minimum(random.geometric(0.4, len(names)) - 1, lengths)
                 planner.observe(names, lengths.tolist(), accepted.tolist())
                 if len(names) == requests:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context of the V1 runner that is written when it is read: hidden states wait until their request is drafted for.
 
-While nothing is drafted, nobody reads the draft's K/V; computing them for each new token would cost 4 % of a step at 16 requests
-of the demo pair. So the committed rows of every step are kept, by KV slot, and those in the blocks of the requests that draft
-are computed in one pass right before. Requests that end without a draft never pay.
+While nothing is drafted, nobody reads the draft's K/V; computing them for each new token reads the weights of ``fc`` and of all
+K/V projections once more in every step. So the committed rows of every step are kept, by KV slot, and those in the blocks of the
+requests that draft are computed in one pass right before. Requests that end without a draft never pay.
 
 By slot, since that holds through all that a scheduler does. A block that changes hands is written by its new owner from the
 front, and a row that comes later replaces the one that waited for the same slot; a block that is shared as a cached prefix

@@ -2,8 +2,8 @@
 """Steps of the V1 runner that verify nothing are sampled as without speculation; the others are timed.
 
 The runner decides by its configuration, not by the step: with a draft model it prepares verification and runs the rejection
-sampler over no drafts at all, 2 ms of 120 at 16 requests of the demo pair. Both know the other path, which ``None`` in the place
-of what is to be verified selects, and both paths sample the same: the row of each request goes through the same sampler.
+sampler over no drafts at all. Both know the other path, which ``None`` in the place of what is to be verified selects, and both
+paths sample the same: the row of each request goes through the same sampler.
 """
 
 import functools

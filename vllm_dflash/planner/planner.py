@@ -27,8 +27,9 @@ MARGIN = 0.02
 """A new width must promise this much more: below it noise would decide."""
 LARGE_GAIN, DWELL = 0.10, 8
 """Smaller gains wait this many steps after a change; larger ones (the load jumped) do not."""
-WORTH = 0.04
-"""What drafts for some requests must promise over none at all: the luckiest of many look better than they are."""
+WORTH = 0.10
+"""What drafts for some requests must promise over none at all: the luckiest of many look better than they are, and context that
+waited for them is computed first."""
 REPLAN = (6, 64)
 """Fewest and most steps that a plan serves while the batch stays nearly the same; a batch that has just come together is planned
 for again after half as many steps as it has run."""
@@ -251,6 +252,8 @@ class Planner:
         """
         upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
         at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
+        if held and self._is_plain_unknown(len(request_ids)):
+            at = 0
         width, requests = self.widths[at], len(request_ids)
         lengths, rate = np.full(requests, width), float(rates[at])
         if self.per_request and held == 0:
@@ -271,6 +274,10 @@ class Planner:
             hoped = survival[:, :width].sum(1).tolist()
             self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
         return Plan(width, lengths, rate, probe=True)
+
+    def _is_plain_unknown(self, requests: int) -> bool:
+        """Whether few steps without drafts were seen at this load, where none is timed at start-up: all are compared with it."""
+        return self.per_request and self.costs.seen(requests, requests) < ENOUGH
 
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""
