@@ -50,10 +50,13 @@ def test_an_engine_that_failed_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_a_runner_captures_in_its_turn(tmp_path, monkeypatch):
     """Breaks if graphs are captured before the turn, profiling waits too, or ranks of one engine wait for each other."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
     seen = []
-    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda *_, **__: seen.append(sorted(p.name for p in tmp_path.iterdir())))
+
+    class GPUModelRunner:  # vLLM's module wants a toolchain; the name and the method are in the hook table
+        def capture_model(self, **_):
+            seen.append(sorted(entry.name for entry in tmp_path.iterdir()))
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.model_runner", SimpleNamespace(GPUModelRunner=GPUModelRunner))
     engine_turns.capture_in_turn(str(tmp_path), 1)
 
     def capture(world_size, **kwargs):
