@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections of docs/benchmarks.md on results of one GPU; each is empty while its result has not been measured."""
 
-import ast
 import math
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 
 from benchmark_tables import (
     Load,
@@ -23,8 +21,6 @@ from benchmark_tables import (
     value,
     without_moving_lengths,
 )
-
-EVIDENCE = Path(__file__).parents[1] / "tests" / "gpu" / "evidence.py"
 
 HELD = " K="
 """In the name of an arm: the planner of the arm before it keeps this draft width."""
@@ -320,32 +316,3 @@ def sanitizer() -> str:
     text = f"## Sanitizer\n\nEvery kernel on small odd shapes under NVIDIA's compute-sanitizer{f' ({tool})' if tool else ''}.\n\n"
     head = ["tool", "kernels", "launches", "errors", "state"]
     return text + table(head, lines) + "\n" + source(name, provenance)
-
-
-def gpu_tests() -> str:
-    """Outcomes of the tests that need a GPU: each group, and what failed by name."""
-    name = "gpu_tests"
-    provenance, rows = result(name)
-    if not rows:
-        return ""
-    outcomes = ("passed", "failed", "skipped")
-    lines, states = [], provenance.get("states", {})
-    for group in dict.fromkeys([*_groups(), *(row["group"] for row in rows)]):
-        found = [row["outcome"] for row in rows if row["group"] == group]
-        counts = [str(found.count(outcome)) if found else "-" for outcome in outcomes]
-        commits = dict.fromkeys(row.get("commit", provenance["commit"])[:7] for row in rows if row["group"] == group)
-        lines.append([group, *counts, states.get(group, "-" if found else "not run"), ", ".join(commits) or "-"])
-    failed = [
-        f"* `{row['test']}`: {' '.join(row.get('reason', '').split())[:160]}\n" for row in rows if row["outcome"] == "failed"
-    ]
-    told = "\nFailed:\n\n" + "".join(failed) if failed else ""
-    return (
-        "## Tests on a GPU\n\n" + table(["tests", *outcomes, "state", "commit"], lines) + told + "\n" + source(name, provenance)
-    )
-
-
-def _groups() -> list[str]:
-    """Groups that tests/gpu/evidence.py knows."""
-    nodes = ast.parse(EVIDENCE.read_text()).body
-    found = next(node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS")
-    return list(ast.literal_eval(found))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from benchmark_sections import (
     cheaper_drafter,
-    gpu_tests,
     kernels,
     never_slower,
     sanitizer,
@@ -18,6 +17,7 @@ from benchmark_sections import (
     trimmed_verification,
 )
 from benchmark_tables import by_arm, data, figure, loads, ratio, result, source, speed_field, spread, table, value
+from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 
 DOCS = Path(__file__).parent

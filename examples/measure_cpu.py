@@ -18,6 +18,7 @@ from vllm_dflash.cli.probes import hardware
 
 OUT = Path("docs/results/cpu_speed.json")
 GRID = (("float32", "bfloat16"), (1, 3, 5, 7), (1, 8), 8, 48)  # dtypes, K, batches, prompts, tokens per answer
+OPTIONS = {"ours": {"additional_config": {"vllm_dflash": {"planner": "off"}}}}  # K stays: it is what is compared
 QUICK = (("float32",), (7,), (1, 2), 2, 12)
 
 
@@ -25,7 +26,9 @@ def measure(dtype: str, k: int, batches: tuple[int, ...], texts: list[str], max_
     """Rows of one dtype and K: every batch goes to each arm in turn, and which arm is first rotates."""
     done = {(arm, batch): [] for batch in batches for arm in ORDER}
     with ExitStack() as stack:
-        specs = [engine_spec(arm, checked_pair(*pair, k), dtype, enable_prefix_caching=False) for arm in ORDER]
+        specs = [
+            engine_spec(arm, checked_pair(*pair, k), dtype, enable_prefix_caching=False, **OPTIONS.get(arm, {})) for arm in ORDER
+        ]
         engines = {spec.arm: stack.enter_context(Engine(spec)) for spec in specs}
         for engine in engines.values():
             engine.ready()

@@ -281,6 +281,22 @@ def test_a_cpu_is_not_slower_than_without_speculation():
         assert tokens / seconds > least * requests / verify(requests), requests
 
 
+def test_plain_decoding_is_tried_at_every_load_where_nothing_was_timed():
+    """Breaks if drafting at 4 requests is compared with a plain step that was only ever run by one: it may be dear, and stay."""
+    planner = planner_for(CPU, 7, per_request=True)
+    for requests in (1, 4):
+        names, plain = [f"{requests}-{number}" for number in range(requests)], 0
+        for _ in range(200):
+            plan = planner.plan(names, 0)
+            drafting, lengths = int((plan.lengths > 0).sum()), plan.lengths
+            rows, query = requests + int(lengths.sum()), drafting * (plan.width + 1)
+            planner.costs.observe_draft(query, 0.001 * query)
+            planner.costs.observe(rows, query, 0, 0.1 + 0.001 * (rows + query), requests)
+            planner.observe(names, lengths.tolist(), lengths.tolist())  # all accepted: drafting pays
+            plain += not drafting
+        assert 1 <= plain <= 12, requests
+
+
 def test_times_measured_at_the_start_are_believed_until_steps_say_otherwise():
     """Breaks if the first plan ignores them, what the host adds is taken for what rows cost, or steps never correct them."""
     curve = RowCurve(184)

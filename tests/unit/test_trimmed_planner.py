@@ -151,13 +151,15 @@ def test_a_stall_makes_no_row_count_dearer_than_a_larger_one():
     found = corrected(BARE, costs_of((64, 64, 7.4), *[(128, 64, 6.0)] * 4).observed(64))
     assert (np.diff(found) >= 0).all()
     assert found[64] < 6.5
+    apart = corrected(BARE, costs_of((64, 64, 8.0), (256, 64, 8.2)).observed(64))  # in between the bare curve is flat
+    assert (np.diff(apart) >= 0).all()
 
 
 def test_a_cut_is_priced_for_its_batch_and_context():
     """Breaks if steps of few requests, or of short contexts, price those of many: verifying nothing would look too cheap."""
-    costs = costs_of((64, 8, 5.5), (64, 64, 8.0))
+    costs = costs_of((64, 8, 5.5), (64, 64, 8.0), (256, 64, 11.0))
     assert costs.observed(8) == [(64.0, pytest.approx(5.5e-3, rel=0.05))]
-    assert costs.observed(64) == [(64.0, pytest.approx(8.0e-3, rel=0.05))]
+    assert costs.observed(64) == [(64.0, pytest.approx(8.0e-3, rel=0.05)), (256.0, pytest.approx(11.0e-3, rel=0.05))]
     costs = StepCosts(184.0)
     for step in range(400):
         context = 1000 * (step % 40)

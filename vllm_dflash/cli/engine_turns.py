@@ -2,8 +2,8 @@
 """Engines that start at the same time on one GPU time their passes one after the other.
 
 vLLM's adaptive verification and our planner time passes when graphs have been captured. While others load and capture on the same
-GPU these come out twice as long, and by different factors for each row count, so every engine waits until all have come that
-far, and then takes its turn.
+GPU these come out longer, and by another factor for each row count, so every engine waits until all have come that far, and then
+takes its turn.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of the target's CUDA graphs: verification stays in a graph at more requests than with vLLM's default.
 
-On Hopper vLLM captures up to 512 rows. A verification of 128 requests with 7 drafts each has 1,024 and ran kernel by kernel,
-which keeps the host busy several times as long as the GPU where the target is small.
+On Hopper vLLM captures up to 512 rows. A verification of 128 requests with 7 drafts each has 1,024; launched kernel by kernel,
+it keeps the host busy for longer than the GPU where the target is small.
 """
 
 from collections.abc import Iterable, Sequence

@@ -35,8 +35,8 @@ from vllm_dflash.plugin import claims
 logger = init_logger("vllm.plugins.dflash")
 
 KNEE_GPU, KNEE_CPU = 184.0, 8.0
-# On GPUs "auto" plans for targets from this size on. Measured on an H200: 8e9 parameters gain up to 2.8 times from narrower
-# blocks under load; 0.1e9, whose steps the host bounds, lose up to half below 128 requests (docs/benchmarks.md).
+# On GPUs "auto" plans for targets from this size on. Measured on an H200: 8e9 parameters gain up to 2.1 times from narrower
+# blocks under load; 0.1e9, whose steps the host bounds, ran at 0.79 to 1.13 of K fixed (docs/benchmarks.md).
 _LARGE_TARGET = 2e9
 _PLANNING = "_vllm_dflash_planning"
 

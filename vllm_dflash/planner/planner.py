@@ -95,16 +95,20 @@ def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     return rates
 
 
-def fitted_plan(survival: Floats, width: int, costs: StepCosts, query_rows: int, context: int) -> Plan:
+def fitted_plan(survival: Floats, width: int, costs: StepCosts, query_rows: int, context: int, *, worth: float = 0.0) -> Plan:
     """Lengths up to ``width`` by request, ``survival`` [R, >= width]; requests of length 0 are not drafted for.
 
-    Positions are admitted in the order of their survival, among the most promising requests only, for several numbers of them:
-    each request that drafts pays for its ``query_rows``.
+    None is drafted for at all where that does not promise ``worth``, a share, over plain decoding. Positions are admitted in the
+    order of their survival, among the most promising requests only, for several numbers of them: each request that drafts pays
+    for its ``query_rows``.
     """
     requests = survival.shape[0]
     ranked = np.argsort(-survival[:, :width].sum(1), kind="stable")
     grid, verify = costs.by_rows(requests, requests * (1 + width), context)
     best = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(verify[0]))
+    least = (1 + worth) * best.rate
+    if not width:
+        return best
     for count in sorted({max(1, round(requests * part / _SHARES)) for part in range(1, _SHARES + 1)}):
         some = ranked[:count]
         flat = survival[some, :width].ravel()
@@ -114,7 +118,7 @@ def fitted_plan(survival: Floats, width: int, costs: StepCosts, query_rows: int,
         seconds = np.interp(requests + np.arange(1, flat.size + 1), grid, verify) + costs.drafting(drafting * query_rows)
         rates = tokens / seconds
         at = int(np.argmax(rates))
-        if rates[at] > best.rate:
+        if rates[at] > max(best.rate, least):
             lengths = np.zeros(requests, dtype=np.int64)
             lengths[some] = np.bincount(order[: at + 1] // width, minlength=count)
             best = Plan(width, lengths, float(rates[at]))
@@ -227,12 +231,7 @@ class Planner:
 
     def _fitted(self, survival: Floats, at: int, context: int) -> Plan:
         """Lengths by request up to width number ``at``, none at all unless that is well worth it."""
-        requests = survival.shape[0]
-        alone = float(self.costs.seconds(np.array([requests]), 0, context, requests)[0])
-        none = Plan(0, np.zeros(requests, dtype=np.int64), requests / alone)
-        width = self.widths[at]
-        plan = fitted_plan(survival, width, self.costs, int(self._query_rows[at]), context) if width else none
-        return plan if plan.rate > (1 + WORTH) * none.rate else none
+        return fitted_plan(survival, self.widths[at], self.costs, int(self._query_rows[at]), context, worth=WORTH)
 
     def _choose(self, rates: Floats) -> int:
         """Index of the width to stay with or to change to."""

@@ -65,8 +65,9 @@ class TrimmedPlanner(Planner):
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
         """See :meth:`Planner.plan`; the lengths are those that are drafted."""
         plan = super().plan(request_ids, context)
-        key = len(request_ids).bit_length(), plan.width
-        self._steps[key] = self._steps.get(key, 0) + 1
+        if self._fixed is None:  # a held width teaches nothing
+            key = len(request_ids).bit_length(), plan.width
+            self._steps[key] = self._steps.get(key, 0) + 1
         return plan
 
     def _tried(self, width: int, lengths: Lengths) -> float:
