@@ -5,6 +5,7 @@ Every published figure comes from a committed result; ``--check`` fails when a p
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmark_sections import (
@@ -16,7 +17,7 @@ from benchmark_sections import (
     soak,
     trimmed_verification,
 )
-from benchmark_tables import by_arm, data, figure, loads, ratio, result, source, speed_field, spread, table, value
+from benchmark_tables import by_arm, data, figure, loads, name_of, ratio, result, source, speed_field, spread, table, value
 from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 
@@ -90,11 +91,32 @@ def cpu() -> str:
         lines.append([f"{dtype}, {batch} at a time, K = {k}", *ratios, *lengths])
     head = ["", "built-in / none", "ours / none", "ours / built-in", "acceptance length built-in", "ours"]
     return (
-        "## CPU, the demo pair\n\nTokens per second, arms taking turns.\n\n"
+        "## CPU, the demo pair, K fixed\n\nTokens per second, arms taking turns.\n\n"
         + table(head, lines)
         + "\n"
         + source("cpu_speed", provenance)
     )
+
+
+def planner_cpu() -> str:
+    """The planner on a CPU, where every row costs."""
+    provenance, rows = result("planner_cpu")
+    if not rows:
+        return ""
+    pairs = (("builtin", "none"), ("fixed", "none"), ("ours", "none"), ("ours", "fixed"))
+    lines = []
+    for load, cell in loads(rows).items():
+        ratios = [ratio(cell, speed_field(cell), *pair) for pair in pairs]
+        whole = [ratio(cell, "tok_s_wall", arm, "none") for arm in ("ours", "fixed")]
+        lines.append([name_of(load), *ratios, *whole])
+    head = ["load", "built-in / none", "K fixed / none", "planner / none", "planner / K fixed"]
+    head += ["whole run: planner / none", "K fixed / none"]
+    text = (
+        f"## CPU, the demo pair and the planner\n\nK = {provenance['k']}, {provenance['dtype']}, while all requests decode; a "
+        f"whole run ends with its slowest answer. At the commit below `auto` planned on CPUs too (arm *ours*); now it keeps K, "
+        f"and the planner has to be asked for. Medians of {rows[0]['repeats']}; {spread(rows)}.\n\n"
+    )
+    return text + table(head, lines) + "\n" + source("planner_cpu", provenance)
 
 
 def cheaper_draft() -> str:
@@ -119,26 +141,18 @@ def cheaper_draft() -> str:
 def page() -> str:
     """The whole page."""
     parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
-    parts += [trimmed_verification(), kernels(), soak(), sanitizer(), gpu_tests(), cpu()]
+    parts += [trimmed_verification(), kernels(), soak(), sanitizer(), gpu_tests(), planner_cpu(), cpu()]
     head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
     return "\n".join([head, *filter(None, parts)])
 
 
 def summary() -> str:
     """The README's table and what it means: how much faster, on a GPU and on a CPU."""
-    return _side_by_side_summary() if result("side_by_side")[1] else _dummy_summary()
-
-
-def _side_by_side_summary() -> str:
     provenance, rows = result("side_by_side")
     gpu, bases, lines = provenance["gpu"].removeprefix("NVIDIA "), ("none", "builtin", "adaptive"), []
     for requests in sorted({row["concurrency"] for row in rows}):
         cells = [cell for load, cell in loads(rows).items() if load[2] == requests]
-        ranges = []
-        for base in bases:
-            found = [value(cell, speed_field(cell), "ours", base) for cell in cells]
-            known = [one for one in found if one is not None]
-            ranges.append(f"{min(known):.2f} to {max(known):.2f}" if known else "-")
+        ranges = [_range(value(cell, speed_field(cell), "ours", base) for cell in cells) for base in bases]
         lines.append([f"{gpu}, 8B target, K = {provenance['k']}, requests: {requests}", *ranges])
     lines += [[*line, "-"] for line in _cpu_lines()]
     head = ["tokens per second of ours, over", "no speculation", "vLLM's own DFlash", "with adaptive verification"]
@@ -146,40 +160,27 @@ def _side_by_side_summary() -> str:
     heats = " and ".join(f"{heat:g}" for heat in dict.fromkeys(row["temperature"] for row in rows))
     text = (
         f"8B rows: a real pair at the cost of an 8B model, while all requests decode, lowest and highest of {sets} at\n"
-        f"temperature {heats}; ours as it comes. CPU: the demo pair on two noisy cores, whole runs, best and worst. "
+        f"temperature {heats}; ours as it comes. CPU: two noisy cores, prompts of three kinds. "
         "[All figures](docs/benchmarks.md).\n"
     )
     return table(head, lines) + "\n" + text
 
 
-def _dummy_summary() -> str:
-    lines = []
-    gpu = [row for row in result("gpu_speculator")[1] if row["concurrency"] in (1, 8, 32, 128)]
-    for (concurrency,), cell in sorted(by_arm(gpu, "concurrency").items()):
-        ratios = [ratio(cell, "tok_s", "planned", base) for base in ("none", "builtin")]
-        lines.append([f"H200, 8B shape, K = 15, requests: {concurrency}", *ratios])
-    small = [row for row in result("gpu_demo_pair")[1] if row["concurrency"] == 128]
-    for (concurrency,), cell in sorted(by_arm(small, "concurrency").items()):
-        ratios = [ratio(cell, "tok_s", "ours", base) for base in ("none", "builtin")]
-        lines.append([f"H200, demo pair (135M), K = 7, requests: {concurrency}", *ratios])
-    head = "tokens per second of ours (GPU: while all requests decode; CPU: whole run), over"
-    text = (
-        "8B rows: dummy weights, synthetic acceptance (6.5 tokens per step at K = 15); ours as it comes, with fp8 draft weights "
-        "where they\ntime faster and a draft width that follows the load. CPU: two noisy cores, best and worst. "
-        "[All figures](docs/benchmarks.md).\n"
-    )
-    return table([head, "no speculation", "vLLM's own DFlash"], lines + _cpu_lines()) + "\n" + text
-
-
 def _cpu_lines() -> list[list[str]]:
-    cells = by_arm(result("cpu_speed")[1], "dtype", "batch", "k")
-    found = {at: value(cell, "tok_s", "ours", "none") for at, cell in cells.items()}
-    ordered = sorted((speed, at) for at, speed in found.items() if speed is not None)
-    lines = []
-    for _, (dtype, batch, k) in [*ordered[-1:], *ordered[:-1][:1]]:  # the best and the worst
-        ratios = [ratio(cells[dtype, batch, k], "tok_s", "ours", base) for base in ("none", "builtin")]
-        lines.append([f"CPU, demo pair, {dtype}, K = {k}, requests: {batch}", *ratios])
+    """The largest load, and all others together."""
+    provenance, rows = result("planner_cpu")
+    counts, lines = sorted({row["concurrency"] for row in rows}), []
+    for part in filter(None, (counts[:-1], counts[-1:])):
+        cells = [cell for load, cell in loads(rows).items() if load[2] in part]
+        ranges = [_range(value(cell, speed_field(cell), "fixed", base) for cell in cells) for base in ("none", "builtin")]
+        named = f"CPU, demo pair, {provenance['dtype']}, K = {provenance['k']}, requests: {', '.join(map(str, part))}"
+        lines.append([named, *ranges])
     return lines
+
+
+def _range(ratios: Iterable[float | None]) -> str:
+    known = [one for one in ratios if one is not None]
+    return f"{min(known):.2f} to {max(known):.2f}" if known else "-"
 
 
 def readme() -> str:

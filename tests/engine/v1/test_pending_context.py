@@ -120,7 +120,7 @@ def engine(write_pair, engine_of):
         target,
         draft,
         speculative={"num_speculative_tokens": 7},
-        additional_config={"vllm_dflash": {"planner": "auto"}},
+        additional_config={"vllm_dflash": {"planner": "on"}},
         enable_prefix_caching=True,
     )
 
