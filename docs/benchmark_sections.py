@@ -170,6 +170,7 @@ def never_slower() -> str:
         f"fixed K {_lowest(found['best'])}; at 32 to 128 requests over the built-in {_lowest(busy['builtin'])}, over its "
         f"adaptive verification {_lowest(busy['adaptive'])}.\n\n"
     )
+    text += "Geometric means by number of requests, without random tokens:\n\n" + _means_without_random(found)
     drawn = picture(f"{name}_speedup", "speed-up over the number of requests") + picture(f"{name}_widths", "chosen draft widths")
     head = [
         "load",
@@ -182,6 +183,16 @@ def never_slower() -> str:
         "probes",
     ]
     return text + drawn + table(head, lines) + "\n" + source(name, provenance)
+
+
+def _means_without_random(found: dict[str, list[tuple[float | None, Load]]]) -> str:
+    counts = sorted({load[2] for entries in found.values() for _, load in entries})
+    lines = []
+    for requests in counts:
+        texts = [[one for one, load in entries if load[2] == requests and load[0] != "random"] for entries in found.values()]
+        means = [_mean(ratios) for ratios in texts]
+        lines.append([str(requests), *("-" if mean is None else f"{mean:.3f}" for mean in means)])
+    return table(["requests", *(f"ours / {base}" for base in ("none", "best fixed K", "built-in", "adaptive"))], lines) + "\n"
 
 
 def _chosen(cell: dict[str, Row]) -> list[str]:

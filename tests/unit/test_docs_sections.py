@@ -70,6 +70,17 @@ def test_means_are_over_the_loads_of_a_number_of_requests(pages):
     assert "| 8 | 1.00 | - | - | - | - | 100.0% |" in make.page()
 
 
+def test_means_of_the_planner_leave_random_tokens_out(pages):
+    """Breaks if text that nothing is accepted of drags a mean down, or the best fixed width is not the one compared with."""
+    put, make = pages
+    rows = []
+    for prompts, ours in (("chat", 200.0), ("code", 50.0), ("random", 10.0)):
+        speeds = {"none": 100.0, "ours": ours, "ours K=3": 2 * ours, "ours K=7": ours, "builtin": ours}
+        rows += [row(arm, 8, speed, prompts=prompts) for arm, speed in speeds.items()]
+    put("never_slower", rows)
+    assert "| 8 | 1.000 | 0.500 | 1.000 | - |" in make.page()
+
+
 def test_lengths_of_several_widths_are_not_compared(pages):
     """Breaks if an arm that drafts where it pays looks as if its drafts were worse."""
     put, make = pages
