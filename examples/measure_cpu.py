@@ -26,9 +26,8 @@ def measure(dtype: str, k: int, batches: tuple[int, ...], texts: list[str], max_
     """Rows of one dtype and K: every batch goes to each arm in turn, and which arm is first rotates."""
     done = {(arm, batch): [] for batch in batches for arm in ORDER}
     with ExitStack() as stack:
-        specs = [
-            engine_spec(arm, checked_pair(*pair, k), dtype, enable_prefix_caching=False, **OPTIONS.get(arm, {})) for arm in ORDER
-        ]
+        checked = checked_pair(*pair, k)
+        specs = [engine_spec(arm, checked, dtype, enable_prefix_caching=False, **OPTIONS.get(arm, {})) for arm in ORDER]
         engines = {spec.arm: stack.enter_context(Engine(spec)) for spec in specs}
         for engine in engines.values():
             engine.ready()
