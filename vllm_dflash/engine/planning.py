@@ -223,9 +223,9 @@ class StepPlanning:
 
     def _follow(self, planner: TrimmedPlanner) -> None:
         """Take the confidences of late drafts, and how many rows the last step really verified."""
-        for news in confidences.take_confidences():
+        for request_ids, news in confidences.take_confidences():
             if not self._unlearnt:
-                planner.acceptance.note(news)
+                planner.note(request_ids, news)
         rows = confidences.take_rows()
         if rows and self._steps:
             self._steps[-1] = dataclasses.replace(self._steps[-1], verify_rows=rows[-1])

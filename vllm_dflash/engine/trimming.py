@@ -70,7 +70,7 @@ class Trimming:
         manager.get_num_tokens, manager.record_confidences = self.get_num_tokens, self.record_confidences
         manager.set_cost_curves = self.set_cost_curves
         self._usual = confidences.UsualConfidence(manager.num_speculative_steps)
-        self._drafted_for: npt.NDArray[Any] | None = None
+        self._drafted_for: tuple[list[str], npt.NDArray[Any]] = [], np.empty(0, dtype=np.int64)
         self._full: Any = None  # vLLM's cost tables, of full width
         self._by_width: dict[int, Any] = {}
         self._verify: Any = None  # vLLM's, corrected
@@ -95,21 +95,22 @@ class Trimming:
     def record_confidences(self, confidence_probs: Any, input_batch: Any) -> None:
         """As vLLM's, called once per step after the draft pass; the copy of the step before has arrived by then."""
         self._record(confidence_probs, input_batch)
-        slots, self._drafted_for = self._drafted_for, None
-        count = input_batch.num_reqs
-        decoding = ~input_batch.is_prefilling_np[:count]  # others may have no drafts yet
-        self._drafted_for = input_batch.idx_mapping_np[:count][decoding].copy()
-        if slots is None or not slots.size:
+        drafted_for, count = self._drafted_for, input_batch.num_reqs
+        decoding = np.flatnonzero(~input_batch.is_prefilling_np[:count])  # others may have no drafts yet
+        names = [input_batch.req_ids[at] for at in decoding.tolist()]
+        self._drafted_for = names, input_batch.idx_mapping_np[:count][decoding]
+        names, slots = drafted_for
+        if not names:
             return
         manager = self._manager
         seen = manager._stale_confidences[manager._stale_idx].np[slots]
-        # All requests of a step draft alike; a slot that a new request has taken meanwhile was set to 1 throughout.
-        width = int(((seen > 0).mean(0) > 0.5).sum())
+        width = int(((seen > 0).mean(0) > 0.5).sum())  # all requests of a step draft alike
         if width:
-            drafted = (seen[:, :width] > 0).all(1)
+            # A slot that a new request has taken meanwhile was set to 1 throughout.
+            drafted = np.flatnonzero((seen[:, :width] > 0).all(1) & (seen < 1).any(1))
             news = seen[drafted, :width].astype(np.float64)
             self._usual.note(news)
-            confidences.record_confidences(news)
+            confidences.record_confidences([names[at] for at in drafted.tolist()], news)
 
     def _price(self, width: int, requests: int) -> None:
         """Have the manager reckon with the draft pass that this width runs, and with what steps of so many requests take."""

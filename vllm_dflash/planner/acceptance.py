@@ -73,8 +73,11 @@ class AcceptanceStats:
             return
         kept = np.minimum(accepted, length)
         tried = np.minimum(kept + 1, length)  # the first rejection is a try; what lies behind was not looked at
+        self._learn(names, tried, self._news.take(tried * (self.max_width + 1) + kept, axis=0))
+
+    def _learn(self, names: Sequence[str], tried: Rows, news: Array) -> None:
+        """Add ``news`` [T, R, 2 K], tries and hits of T steps that looked at the first ``tried`` [T, R] positions."""
         rows = np.fromiter(map(self._row, names), dtype=np.int64, count=len(names))
-        news = self._news.take(tried * (self.max_width + 1) + kept, axis=0)  # [T, R, 2 K]
         self._counts[rows] = _faded(self._counts.take(rows, axis=0), self._request_fade.take(tried, axis=0), news)
         reached = tried.max(1)
         before = self._population()
@@ -89,8 +92,8 @@ class AcceptanceStats:
         """Move positions that nobody tries any more along with those before them: the text has changed for all of them."""
         if not 0 < reached < self.max_width:
             return
-        moved = float((_log_odds(self._population()[:reached]) - _log_odds(before[:reached])).mean())
-        behind = _rate(_log_odds(before[reached:]) + moved)
+        moved = float((log_odds(self._population()[:reached]) - log_odds(before[:reached])).mean())
+        behind = rate(log_odds(before[reached:]) + moved)
         self._all_counts[self.max_width + reached :] = behind * self._all_counts[reached : self.max_width]
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -103,19 +106,24 @@ class AcceptanceStats:
 
     def survival(self, request_ids: Sequence[str]) -> Array:
         """P(the first j + 1 drafts are all accepted) as [len(request_ids), K]; unknown requests get the population's."""
+        return np.cumprod(self._conditional(request_ids), axis=1, dtype=np.float64)
+
+    def _conditional(self, request_ids: Sequence[str]) -> Array:
+        """The same of each draft by itself, given that all before it are accepted."""
         self._count()
         width = self.max_width
         population = self._population()
         rows = np.fromiter((self._row_of.get(name, -1) for name in request_ids), dtype=np.int64, count=len(request_ids))
         if not self._counts.shape[0]:
-            return np.tile(np.cumprod(population), (len(rows), 1))
+            return np.tile(population, (len(rows), 1))
         counts = self._counts.take(np.maximum(rows, 0), axis=0)
         counts[rows < 0] = 0.0
         tries, hits = counts[:, :width], counts[:, width:]
-        odds = _log_odds(population)
+        odds = log_odds(population)
         common = _moved(odds, tries.sum(0, keepdims=True), hits.sum(0, keepdims=True), 0.0, COMMON)
-        expected = _rate(odds + _moved(odds, tries, hits, float(common[0]), SPREAD)[:, None])
-        return np.cumprod((hits + SHRINK * expected) / (tries + SHRINK), axis=1, dtype=np.float64)
+        expected = rate(odds + _moved(odds, tries, hits, float(common[0]), SPREAD)[:, None])
+        rates: Array = (hits + SHRINK * expected) / (tries + SHRINK)
+        return rates
 
     def _row(self, name: str) -> int:
         row = self._row_of.get(name)
@@ -139,12 +147,14 @@ def _faded(counts: Array, fade: Array, news: Array) -> Array:
     return counts
 
 
-def _log_odds(rates: Array) -> Array:
+def log_odds(rates: Array) -> Array:
+    """Of probabilities, 0.001 to 0.999."""
     inside: Array = np.clip(rates, 1e-3, 1 - 1e-3)
     return np.log(inside / (1 - inside))
 
 
-def _rate(odds: Array) -> Array:
+def rate(odds: Array) -> Array:
+    """Probabilities of log-odds."""
     rates: Array = 1.0 / (1.0 + np.exp(-odds))
     return rates
 
@@ -156,7 +166,7 @@ def _moved(odds: Array, tries: Array, hits: Array, mean: float, spread: float) -
     """
     moved = np.full(len(tries), mean)
     for _ in range(3):
-        rates = _rate(odds + moved[:, None])
+        rates = rate(odds + moved[:, None])
         slope = (hits - tries * rates).sum(1) - (moved - mean) / spread**2
         curvature = (tries * rates * (1 - rates)).sum(1) + 1 / spread**2
         moved = moved + np.clip(slope / curvature, -1.5, 1.5)

@@ -8,28 +8,28 @@ the other way, to whoever decides where to cut. One engine of a process is serve
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dflash.planner.acceptance import PRIOR, AcceptanceStats
+from vllm_dflash.planner.acceptance import PRIOR, AcceptanceStats, log_odds, rate
 from vllm_dflash.planner.costs import StepCosts
 
 Array = npt.NDArray[np.float64]
 
 POOL = 64
-"""Drafted blocks that an estimate is made of, at least: the latest of the same few requests, or one step of many."""
+"""Drafted blocks that their spread is estimated from, at least: the latest of the same few requests, or one step of many."""
 RATE = 0.1
 """Of one step in the usual confidence of a position: 10 steps of memory."""
-_CONFIDENCES: deque[Array] = deque(maxlen=16)
+_CONFIDENCES: deque[tuple[Sequence[str], Array]] = deque(maxlen=16)
 _ROWS: deque[int] = deque(maxlen=16)
 _COSTS: list[StepCosts] = []  # one or none
 
 
-def record_confidences(confidences: Array) -> None:
+def record_confidences(request_ids: Sequence[str], confidences: Array) -> None:
     """Of one step's drafts: [requests, width], each that of a draft to be accepted if all before it are."""
-    _CONFIDENCES.append(confidences)
+    _CONFIDENCES.append((request_ids, confidences))
 
 
 def record_rows(rows: int) -> None:
@@ -37,8 +37,8 @@ def record_rows(rows: int) -> None:
     _ROWS.append(rows)
 
 
-def take_confidences() -> list[Array]:
-    """What came since the last call, oldest first."""
+def take_confidences() -> list[tuple[Sequence[str], Array]]:
+    """(requests, confidences) that came since the last call, oldest first."""
     taken = list(_CONFIDENCES)
     _CONFIDENCES.clear()
     return taken
@@ -83,43 +83,48 @@ class UsualConfidence:
 
 
 class ConfidenceStats(AcceptanceStats):
-    """Survival of the next drafts, by what the latest ones promised.
+    """Survival of the next drafts where confidences tell of every draft that was made, verified or not.
 
-    What counts is how survivals spread over the batch, since the best positions of all requests are verified; whose they are does
-    not. So an estimate is the latest blocks, sorted by what they promise, in as many equal parts as there are requests.
+    A confidence counts as the part of an acceptance that it stands for, so levels follow requests, batches and the population as
+    they do by counting. But drafts of one request differ from step to step, and only the best of a step are verified: what counts
+    besides is how survivals *spread*. So latest blocks keep how far, in log-odds, they lay about what was expected of their
+    request; these offsets are put about what is expected now. Means by position stay as expected.
     """
 
     def __init__(self, max_width: int) -> None:
         super().__init__(max_width)
-        self._usual = UsualConfidence(max_width)
-        self._pool: deque[Array] = deque()
+        self._offsets: deque[Array] = deque()  # [requests, K] of one step each
 
-    def note(self, confidences: Array) -> None:
-        """One step's, [requests, width]; positions beyond its width are expected to do as usual."""
-        self._usual.note(confidences)
-        requests, width = confidences.shape
-        usual = np.tile(self._usual.by_position[width:], (requests, 1))
-        self._pool.append(np.cumprod(np.concatenate([confidences, usual], axis=1), axis=1, dtype=np.float64))
-        while sum(map(len, self._pool)) - len(self._pool[0]) >= POOL:
-            self._pool.popleft()
+    def note(self, request_ids: Sequence[str], confidences: Array) -> None:
+        """One step's, [requests, width]: each that of a draft to be accepted if all before it are."""
+        width = confidences.shape[1]
+        certain = np.clip(confidences, 0.0, 1.0).astype(np.float64)
+        offsets = log_odds(certain) - log_odds(self._conditional(request_ids)[:, :width])
+        beyond = np.repeat(offsets.mean(1, keepdims=True), self.max_width - width, axis=1)  # a block is easy throughout
+        self._offsets.append(np.concatenate([offsets, beyond], axis=1))
+        while sum(map(len, self._offsets)) - len(self._offsets[0]) >= POOL:
+            self._offsets.popleft()
+        news = np.zeros((1, len(request_ids), 2, self.max_width))
+        news[0, :, 1, :width] = np.cumprod(certain, axis=1)
+        news[0, :, 0, 0] = 1.0
+        news[0, :, 0, 1:width] = news[0, :, 1, : width - 1]  # a draft behind a rejection would not be looked at
+        self._learn(request_ids, np.full((1, len(request_ids)), width), news.reshape(1, len(request_ids), -1))
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Nothing: which drafts were verified is known to the device only."""
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Nothing is kept by request."""
-
     def survival(self, request_ids: Sequence[str]) -> Array:
         """[len(request_ids), K], see above; in order of what they promise, not of requests."""
-        requests = len(request_ids)
-        if not self._pool:
-            return np.tile(np.cumprod(self._usual.by_position), (requests, 1))
-        blocks = np.concatenate(list(self._pool))
+        requests, expected = len(request_ids), self._conditional(request_ids)
+        level: Array = np.cumprod(expected, axis=1, dtype=np.float64)
+        if not self._offsets or not requests:
+            return level
+        offsets = np.concatenate(list(self._offsets))
+        offsets = offsets - offsets.mean(0)  # expectations that lag behind a change of text are no spread
+        each = -(-POOL // requests)  # blocks per request
+        chosen = np.arange(requests * each) * len(offsets) // (requests * each)
+        blocks = np.cumprod(rate(log_odds(expected).repeat(each, axis=0) + offsets[chosen]), axis=1)
+        blocks = np.minimum.accumulate(np.minimum(blocks * (level.mean(0) / blocks.mean(0)), 1.0), axis=1)
         blocks = blocks[np.argsort(-blocks.sum(1), kind="stable")]
-        # Means of equal parts, which need not be whole blocks: differences of the running sum, interpolated.
-        running = np.concatenate([np.zeros((1, blocks.shape[1])), np.cumsum(blocks, axis=0)])
-        borders = np.arange(requests + 1) * (len(blocks) / max(requests, 1))
-        below = np.minimum(borders.astype(np.int64), len(blocks) - 1)
-        sums = running[below] + (borders - below)[:, None] * blocks[below]
-        parts: Array = np.diff(sums, axis=0) * (requests / len(blocks))
+        parts: Array = blocks.reshape(requests, each, -1).mean(1)
         return parts

@@ -217,12 +217,18 @@ class Planner:
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """One verified step, see :meth:`AcceptanceStats.observe`. A probe that did better than expected is followed up."""
-        if self._probed and any(name in self._probed for name in request_ids):
-            expected = sum(self._probed.get(name, 0.0) for name in request_ids)
-            if sum(accepted) > expected + 2.0 * (expected + 1.0) ** 0.5:
-                self._wait, self._backoff = 0, 1
-            self._probed = {}
+        if expected := self._expected_of_probe(request_ids):
+            self._follow_up(sum(accepted) > expected + 2.0 * (expected + 1.0) ** 0.5)
         self.acceptance.observe(request_ids, drafted, accepted)
+
+    def _expected_of_probe(self, request_ids: Sequence[str]) -> float:
+        """Drafts expected to be accepted where these requests were probed, else 0."""
+        return sum(self._probed.get(name, 0.0) for name in request_ids) if self._probed else 0.0
+
+    def _follow_up(self, better: bool) -> None:
+        if better:
+            self._wait, self._backoff = 0, 1
+        self._probed = {}
 
     def _rates(self, survival: Floats, context: int) -> Floats:
         if not self.per_request:

@@ -16,6 +16,8 @@ from vllm_dflash.planner.confidences import ConfidenceStats
 from vllm_dflash.planner.costs import StepCosts
 from vllm_dflash.planner.planner import Floats, Lengths, Plan, Planner, RowsOf
 
+DOUBT = 0.5
+"""How far the confidences of a probe must lie above what was expected, times the root of their number: each strays by 0.25."""
 _CUTS = 64
 """Numbers of verified drafts that are tried per width: the rate is flat around the best."""
 
@@ -75,7 +77,13 @@ class TrimmedPlanner(Planner):
         return self._steps.get((len(lengths).bit_length(), width), 0)
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Nothing, see :class:`ConfidenceStats`; the confidences of a probe come by themselves, whatever was verified."""
+        """Nothing, see :meth:`note`."""
+
+    def note(self, request_ids: Sequence[str], confidences: Floats) -> None:
+        """Confidences of one step's drafts, verified or not, see :meth:`ConfidenceStats.note`; a probe's as for counts."""
+        if expected := self._expected_of_probe(request_ids):
+            self._follow_up(float(np.cumprod(confidences, axis=1).sum()) > expected + DOUBT * confidences.size**0.5)
+        self.acceptance.note(request_ids, confidences)
 
     def _rates(self, survival: Floats, context: int) -> Floats:
         return trimmed_rates(survival, self._widths, self.costs, self._query_rows, context)
