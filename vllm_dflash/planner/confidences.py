@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dflash.planner.acceptance import PRIOR, AcceptanceStats, log_odds, rate
+from vllm_dflash.planner.acceptance import PRIOR, REQUEST_DECAY, AcceptanceStats, log_odds, rate
 from vllm_dflash.planner.costs import StepCosts
 
 Array = npt.NDArray[np.float64]
@@ -93,6 +93,7 @@ class ConfidenceStats(AcceptanceStats):
 
     def __init__(self, max_width: int) -> None:
         super().__init__(max_width)
+        self._request_fade[1:] = REQUEST_DECAY  # positions behind a narrow pass, too: what they told is of another text by then
         self._offsets: deque[Array] = deque()  # [requests, K] of one step each
 
     def note(self, request_ids: Sequence[str], confidences: Array) -> None:
