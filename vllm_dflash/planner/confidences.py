@@ -7,13 +7,14 @@ was made, verified or not. They come from the worker, in the same process; bound
 the other way, to whoever decides where to cut. One engine of a process is served, the last one.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dflash.planner.acceptance import PRIOR, REQUEST_DECAY, AcceptanceStats, log_odds, rate
+from vllm_dflash.planner.acceptance import AT_ONCE, PRIOR, REQUEST_DECAY, AcceptanceStats, log_odds, rate
 from vllm_dflash.planner.costs import StepCosts
 
 Array = npt.NDArray[np.float64]
@@ -95,21 +96,43 @@ class ConfidenceStats(AcceptanceStats):
         super().__init__(max_width)
         self._request_fade[1:] = REQUEST_DECAY  # positions behind a narrow pass, too: what they told is of another text by then
         self._offsets: deque[Array] = deque()  # [requests, K] of one step each
+        self._noted: list[tuple[Sequence[str], Array]] = []
 
     def note(self, request_ids: Sequence[str], confidences: Array) -> None:
-        """One step's, [requests, width]: each that of a draft to be accepted if all before it are."""
-        width = confidences.shape[1]
-        certain = np.clip(confidences, 0.0, 1.0).astype(np.float64)
-        offsets = log_odds(certain) - log_odds(self._conditional(request_ids)[:, :width])
-        beyond = np.repeat(offsets.mean(1, keepdims=True), self.max_width - width, axis=1)  # a block is easy throughout
-        self._offsets.append(np.concatenate([offsets, beyond], axis=1))
+        """One step's, [requests, width]: each that of a draft to be accepted if all before it are.
+
+        Kept until they are counted, several steps at once: numpy costs as much for one.
+        """
+        self._noted.append((request_ids, np.clip(confidences, 0.0, 1.0).astype(np.float64)))
+        if len(self._noted) >= AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        noted, self._noted = self._noted, []
+        for names, steps in itertools.groupby(noted, key=lambda step: step[0]):
+            self._add_confidences(names, [confidences for _, confidences in steps])
+
+    def _add_confidences(self, names: Sequence[str], steps: list[Array]) -> None:
+        """Count T steps of the same R requests, each [R, its width]."""
+        news = np.zeros((len(steps), len(names), 2, self.max_width))
+        tried = np.zeros((len(steps), len(names)), dtype=np.int64)
+        for step, certain in enumerate(steps):
+            width = certain.shape[1]
+            tried[step] = width
+            news[step, :, 1, :width] = np.cumprod(certain, axis=1)
+            news[step, :, 0, 0] = 1.0
+            news[step, :, 0, 1:width] = news[step, :, 1, : width - 1]  # behind a rejection nobody would look
+        self._learn(names, tried, news.reshape(len(steps), len(names), -1))
+        # About what is expected with these counted: what tells a request from others is in its level, and no spread besides.
+        odds = log_odds(self._conditional(names))
+        for certain in steps:
+            width = certain.shape[1]
+            offsets = np.empty((len(names), self.max_width))
+            offsets[:, :width] = log_odds(certain) - odds[:, :width]
+            offsets[:, width:] = offsets[:, :width].mean(1, keepdims=True)  # a block is easy throughout
+            self._offsets.append(offsets)
         while sum(map(len, self._offsets)) - len(self._offsets[0]) >= POOL:
             self._offsets.popleft()
-        news = np.zeros((1, len(request_ids), 2, self.max_width))
-        news[0, :, 1, :width] = np.cumprod(certain, axis=1)
-        news[0, :, 0, 0] = 1.0
-        news[0, :, 0, 1:width] = news[0, :, 1, : width - 1]  # a draft behind a rejection would not be looked at
-        self._learn(request_ids, np.full((1, len(request_ids)), width), news.reshape(1, len(request_ids), -1))
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Nothing: which drafts were verified is known to the device only."""
