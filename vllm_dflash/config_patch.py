@@ -11,7 +11,7 @@ from vllm_dflash.patching import Patch
 
 
 def engine_config(claims: Callable[[Any], bool], enabled: Callable[[], bool]) -> Patch:
-    """Check the plugin's options before anything is loaded, name the planner's widths, and cover verification with graphs.
+    """Check the plugin's options before anything is loaded, prepare the planner, and cover verification with graphs.
 
     Options that nothing can act on are told. ``claims(vllm_config)``: the draft is ours; ``enabled()``: the plugin is.
     """
@@ -25,11 +25,13 @@ def engine_config(claims: Callable[[Any], bool], enabled: Callable[[], bool]) ->
                 if given and not claims(self):
                     _warn_of(given)
                 return result
-            from vllm_dflash.engine import capture_sizes, planning  # here: vLLM imports its config before its engine
+            # Here, as vLLM imports its config before its engine.
+            from vllm_dflash.engine import capture_sizes, planning, verify_lengths
 
             planning.configure(self)
             open_to_us = capture_sizes.are_default(self)
             result = original(self, *args, **kwargs)
+            verify_lengths.choose(self)
             if open_to_us:
                 capture_sizes.cover_verification(self)
             return result

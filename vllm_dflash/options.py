@@ -88,6 +88,14 @@ class PluginOptions:
         "off for smaller ones and on CPUs, where it is measured to lose in places.",
         choices=("auto", "on", "off"),
     )
+    verify_lengths: str = _option(
+        "auto",
+        '"auto", "equal"',
+        "How many drafts of each request the planner has verified. auto: those that promise most, whatever requests of the batch "
+        "they are of, by vLLM's adaptive verification (dense targets on one Hopper GPU with FlashAttention). equal: as many of "
+        "each, which is the rule on other GPUs; CPUs always choose by request.",
+        choices=("auto", "equal"),
+    )
     watchdog: bool = _option(
         True, "true, false", "Watch acceptance and warn once, with figures and likely causes, when it is low."
     )

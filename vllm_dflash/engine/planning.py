@@ -245,7 +245,7 @@ class StepPlanning:
         rows = output.total_num_scheduled_tokens
         drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         width = 0 if getattr(output, "skip_drafts", False) else int(output.num_spec_tokens_to_schedule)
-        drafting = requests - sum(1 for name in scheduled if self._lengths.get(name) == 0)
+        drafting = requests - (sum(1 for name in scheduled if self._lengths.get(name) == 0) if self._lengths else 0)
         query_rows = drafting * self._rows_of(width) if width else 0
         context = sum(output.scheduled_cached_reqs.num_computed_tokens)
         self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts))

@@ -98,6 +98,8 @@ def note_cached_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def take_prefill_stats(self: Any) -> Any:
+        if getattr(self, "prefill_stats", self) is None:  # asked for every request in every step: no call more than without us
+            return None
         stats = original(self)
         if stats is not None and stats.num_cached_tokens > 0:
             self.__dict__[CACHED] = True

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether requests of one step may verify different numbers of drafts on a GPU: vLLM's adaptive verification does it there.
+
+It is off in vLLM by default, and an engine that asks for it where it cannot run does not start. So the planner asks for it where
+it is known to run and to gain, after vLLM has completed its configuration; ``"verify_lengths": "equal"`` keeps it off, and who
+sets vLLM's own ``enable_adaptive_verification`` gets it wherever vLLM has it.
+"""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_dflash.engine.planning import KNEE_GPU, why_fixed
+from vllm_dflash.options import read_options
+
+logger = init_logger("vllm.plugins.dflash")
+
+_HOPPER = (9, 0)
+
+
+def why_equal(vllm_config: Any) -> str | None:
+    """Why all requests of a step verify alike, of a complete configuration; None where lengths may differ."""
+    parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    rows = vllm_config.scheduler_config.max_num_seqs * (1 + speculative.num_speculative_tokens)
+    reasons = {
+        'option "verify_lengths" is equal': read_options(vllm_config.additional_config).verify_lengths == "equal",
+        "the planner is off": why_fixed(vllm_config) is not None,
+        "model runner V1 has no varying lengths in graphs": not vllm_config.use_v2_model_runner,
+        "tried on Hopper alone": not current_platform.is_cuda() or current_platform.get_device_capability() != _HOPPER,
+        "tried with FlashAttention alone": not _is_flash_attention(vllm_config),
+        "the target is no dense one": bool(model.is_moe),
+        "there are adapters": vllm_config.lora_config is not None,
+        "there are several workers": parallel.world_size > 1,
+        "there are no full CUDA graphs": not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        "the KV cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
+        "acceptance is another than by probability": speculative.rejection_sample_method != "standard",
+        "masks of sampling are to be returned": bool(getattr(model, "return_sampling_mask", False)),
+        "no batch has more rows than are free": rows <= KNEE_GPU,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def choose(vllm_config: Any) -> None:
+    """Switch adaptive verification on where lengths may differ; vLLM's own switch stays where the user has set it."""
+    speculative = vllm_config.speculative_config
+    if speculative.enable_adaptive_verification:
+        return
+    reason = why_equal(vllm_config)
+    if reason is None:
+        speculative.enable_adaptive_verification = True
+    else:
+        logger.debug("DFlash planner: all requests of a step verify alike; %s", reason)
+
+
+def _is_flash_attention(vllm_config: Any) -> bool:
+    """Whether the target's layers run in FlashAttention: it is vLLM's first choice on Hopper for what it can run."""
+    model, backend = vllm_config.model_config, vllm_config.attention_config.backend
+    if model.use_mla or model.get_head_size() > 256 or model.get_head_size() % 8:
+        return False
+    return backend is None or backend.name == "FLASH_ATTN"
