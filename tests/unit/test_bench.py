@@ -292,7 +292,9 @@ def test_further_loads_that_cannot_be_measured(also, sentence):
 def test_the_planner_that_is_held_must_be_one():
     """Breaks if the widths are given to an arm whose planner is off, or to any of two."""
     off = 'fixed=ours:{"engine": {"additional_config": {"vllm_dflash": {"planner": "off"}}}}'
+    equal = 'alike=ours:{"engine": {"additional_config": {"vllm_dflash": {"verify_lengths": "equal"}}}}'
     assert planning_arm(parse_arms("none,ours", [off])).name == "ours"
+    assert planning_arm(parse_arms("none,ours", [off, equal])).name == "alike"  # a fixed K verifies all of its drafts
     for arms in (parse_arms("none", [off]), parse_arms("ours", ["again=ours"])):
         with pytest.raises(UserError, match=r"--hold: found .* of kind ours with a planner; expected one"):
             planning_arm(arms)

@@ -304,7 +304,7 @@ def _players(
     players = {}
     for arm in arms:
         own = 0 if arm.kind == "none" else int(arm.speculative.get("num_speculative_tokens", k))
-        adaptive = bool(arm.speculative.get("enable_adaptive_verification"))
+        adaptive = bool(engines[arm.name].ready()["adaptive"])
         players[arm.name] = Player(engines[arm.name], own, adaptive=adaptive)
         if hold and arm == planning_arm(arms):
             held = engines[arm.name].ask("widths", widths=list(hold))

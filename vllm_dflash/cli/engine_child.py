@@ -64,7 +64,8 @@ def _serve(spec: dict[str, Any], channel: TextIO) -> None:
     implementation = _implementation(engine)
     if spec["arm"] == "ours" and implementation and not implementation.startswith("vllm_dflash."):
         raise ValueError(f"the plugin did not take over ({implementation} drafts instead). Run `vllm-dflash doctor`.")
-    emit(channel, "ready", implementation=implementation, stop_token_ids=_stop_token_ids(engine))
+    adaptive = bool(getattr(engine.vllm_config.speculative_config, "enable_adaptive_verification", False))
+    emit(channel, "ready", implementation=implementation, stop_token_ids=_stop_token_ids(engine), adaptive=adaptive)
     bench = Bench(engine, ours=spec["arm"] == "ours")
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
