@@ -180,6 +180,13 @@ HOOKS: tuple[Hook, ...] = (
         until="vLLM's estimator takes log-odds",
     ),
     Hook(
+        path="vllm.v1.worker.gpu.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.step",
+        moment="v2",
+        params=("idx_mapping", "num_sampled", "num_rejected"),
+        why="its rounds are shorter, and no round moves a coefficient far (engine/calibration.py)",
+        until="vLLM bounds the Newton step",
+    ),
+    Hook(
         path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens",
         moment="v2",
         params=("num_tokens_per_req", "draft_tokens"),

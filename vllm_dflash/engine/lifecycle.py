@@ -27,6 +27,7 @@ from vllm_dflash.engine.announce import announce
 from vllm_dflash.engine.aux_buffer import store_in_place, why_not_in_place
 from vllm_dflash.engine.block_backend import share_workspace
 from vllm_dflash.engine.buffers import DraftBuffers, DraftShape
+from vllm_dflash.engine.calibration import SteadyFit
 from vllm_dflash.engine.capability import Capability, graph_verdict, of_speculator
 from vllm_dflash.engine.capture import announce_layers
 from vllm_dflash.engine.confidence import DraftConfidence
@@ -125,6 +126,7 @@ class DraftLifecycle(DraftModelSpeculator):
         num_rows = self.draft_tokens.numel()
         self._confidence: DraftConfidence | None = None
         if self.acceptance_estimator is not None:
+            SteadyFit(self.acceptance_estimator)
             self._confidence = DraftConfidence(
                 self.acceptance_estimator, self.draft_token_confidence_probs, self.buffers.sample_steps, num_rows
             )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Confidences follow a change of text, with vLLM's own estimator and kernels."""
+
+import pytest
+import torch
+
+K, REQUESTS = 3, 64
+
+
+class Text:
+    """Drafts whose chance of acceptance is ``sigmoid(feature + ease)``; ``play`` verifies all of them, step by step."""
+
+    def __init__(self, estimator, seed=0):
+        self.estimator, self.random = estimator, torch.Generator().manual_seed(seed)
+
+    def play(self, ease, steps, requests=REQUESTS):
+        """Mean confidence of first drafts in the last step, and the largest error of a step's mean by position in the last half."""
+        estimator, errors = self.estimator, []
+        states = torch.arange(requests)
+        for step in range(steps):
+            features = 3 + torch.randn(requests, K, generator=self.random)
+            estimator.features[:requests] = features
+            predicted = torch.sigmoid(estimator.slope * features + estimator.intercepts)
+            estimator.predictions[:requests] = predicted
+            chance = torch.sigmoid(features + ease)
+            kept = (torch.rand(requests, K, generator=self.random) < chance).int().cumprod(1).sum(1).int()
+            estimator.step(states, kept + 1, K - kept)
+            if step >= steps // 2:
+                errors.append(float((predicted - chance).mean(0).abs().max()))
+        return float(predicted[:, 0].mean()), max(errors)
+
+
+@pytest.fixture
+def text():
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    from vllm_dflash.engine.calibration import SteadyFit
+
+    estimator = OnlineAcceptanceEstimator(REQUESTS, K, torch.device("cpu"))
+    SteadyFit(estimator)
+    return Text(estimator)
+
+
+def test_new_text_is_known_within_some_steps(text):
+    """Breaks if a round throws coefficients past any probability (vLLM's own do here), or if rounds are long.
+
+    Text that is never guessed drives predictions to zero, where a Newton step has no curvature to go by.
+    """
+    confidence, _ = text.play(-9.0, 160)
+    assert confidence < 0.03
+    confidence, error = text.play(-2.0, 80)
+    assert confidence == pytest.approx(0.69, abs=0.1)
+    assert error < 0.12
+
+
+def test_few_observations_move_little(text):
+    """Breaks if the rounds of a single request follow every accident of eight drafts."""
+    text.play(-2.0, 160)
+    before = text.estimator.intercepts.clone()
+    text.play(-2.0, 8, requests=1)
+    assert float((text.estimator.intercepts - before).abs().max()) < 0.5
+
+
+def test_coefficients_keep_their_addresses(text):
+    """Breaks if captured graphs go on reading the coefficients of the first round."""
+    addresses = text.estimator.slope.data_ptr(), text.estimator.intercepts.data_ptr()
+    text.play(-2.0, 20)
+    assert (text.estimator.slope.data_ptr(), text.estimator.intercepts.data_ptr()) == addresses

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration of confidences that follows the text: short rounds, and no round moves a coefficient far.
+
+vLLM's estimator fits a slope and a bias by position with one Newton step for each 100 steps that serve. Where predictions have
+gone to an end, as after text that is never guessed, curvature is next to nothing and the step next to unbounded: the first round
+of other text throws the bias past any probability, and all drafts are verified, or none, until a later one throws it back.
+"""
+
+from typing import Any
+
+import torch
+
+REFIT_EVERY = 8
+"""Steps of a round: vLLM damps by the observations in it, so that few of them move little, whatever the length."""
+MOST_LOG_ODDS = 2.0
+"""By which a bias moves in one round, and by which factor a slope: from never to always in three."""
+
+
+class SteadyFit:
+    """Stands before ``step`` of vLLM's ``OnlineAcceptanceEstimator``, whose kernels fit as ever.
+
+    Args:
+        estimator: vLLM's; its method is replaced on this one object. Coefficients keep their addresses, which graphs hold.
+    """
+
+    def __init__(self, estimator: Any) -> None:
+        self._estimator, self._step = estimator, estimator.step
+        estimator.REFIT_INTERVAL = REFIT_EVERY
+        estimator.step = self.step
+        self._slope, self._intercepts = estimator.slope.clone(), estimator.intercepts.clone()
+
+    def step(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """As vLLM's: idx_mapping int64 [B] request states, num_sampled and num_rejected int32 [B] of the verification."""
+        estimator = self._estimator
+        rounds = estimator._refits
+        self._step(idx_mapping, num_sampled, num_rejected)
+        if estimator._refits == rounds:
+            return
+        slope, intercepts = estimator.slope, estimator.intercepts
+        torch.clamp(slope, self._slope / MOST_LOG_ODDS, self._slope * MOST_LOG_ODDS, out=slope)
+        torch.clamp(intercepts, self._intercepts - MOST_LOG_ODDS, self._intercepts + MOST_LOG_ODDS, out=intercepts)
+        self._slope.copy_(slope)
+        self._intercepts.copy_(intercepts)
