@@ -30,13 +30,8 @@ def _cases(num_reqs: int, num_drafts: int, *, equal: bool = False) -> Iterator[C
     out, budget = Admission.empty(MAX_NUM_REQS, device), max(1, num_reqs * num_drafts // 2)
     name = f"reqs={num_reqs} drafts={num_drafts}{' equal' if equal else ''}"
     num_bytes = 4 * num_reqs * (num_drafts + 4 + 2) + 4 * MAX_NUM_REQS
-    yield Case(
-        "draft_budget",
-        name,
-        "kernel",
-        functools.partial(draft_budget, confidences, mapping, scheduled, budget, 1, out),
-        num_bytes,
-    )
+    with_kernel = functools.partial(draft_budget, confidences, mapping, scheduled, budget, 1, out)
+    yield Case("draft_budget", name, "kernel", with_kernel, num_bytes)
     capacities = torch.empty(num_reqs, dtype=torch.int32, device=device)
 
     def with_torch() -> None:

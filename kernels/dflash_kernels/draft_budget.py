@@ -18,8 +18,8 @@ many drafts as wanted lie above it. Tiles have three sizes, by the number of req
 step changes is compiled for. CUDA graphs: meant to run before the replay, as the budget is an argument.
 
 Cost model: 256 requests of 7 drafts move 15 kB, so time is latency: two dependent loads, then rounds of one reduction over the
-program of 0.2 us each. Distinct survivals need about log2(drafts) + 2 rounds, ties at most 31: 3 us expected on an H200, 7 us with
-ties; 1,024 requests of 31 drafts about 15 us, as one SM then compares 32,000 numbers in every round.
+program of 0.2 us each. Distinct survivals need about log2(drafts) + 2 rounds, ties at most 31: expected on an H200 are 4 us, 8 us
+with ties, and some 15 us for 1,024 requests of 31 drafts, as one SM then compares 32,000 numbers in every round.
 """
 
 from dataclasses import dataclass
@@ -57,10 +57,10 @@ class Admission:
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
 
-# The batch and its budget change with every step, and the step's tensors may begin anywhere.
+# The batch and its budget change with every step; tensors of the step and of the runner may begin anywhere.
 @triton.jit(
     do_not_specialize=["num_reqs", "budget", "num_bonus_tokens", "size"],
-    do_not_specialize_on_alignment=["mapping_ptr", "scheduled_ptr"],
+    do_not_specialize_on_alignment=["mapping_ptr", "scheduled_ptr", "admitted_ptr", "logits_ptr", "starts_ptr"],
 )
 def _draft_budget_kernel(  # type: ignore[no-untyped-def]  # Triton pointers have no Python type
     confidence_ptr, mapping_ptr, scheduled_ptr, admitted_ptr, logits_ptr, starts_ptr, num_reqs, budget, num_bonus_tokens, size,

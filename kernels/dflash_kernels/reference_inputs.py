@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch oracles of the ops that prepare a draft step; same signatures as the launchers, made to be read, not to be fast.
 
-`query_block` works in Python lists, `draft_budget` sorts one. The others compute like plain torch in the dtype of their input, so that with float64
-inputs and caches they give the truth that both the kernel and plain torch are measured against.
+`query_block` and `draft_budget` work in Python lists. The others compute like plain torch in the dtype of their input, so that
+with float64 inputs and caches they give the truth that both the kernel and plain torch are measured against.
 """
 
 import torch
