@@ -102,6 +102,14 @@ def test_any_batch_is_cut_to_the_budget(data):
     assert all(a <= d for a, d in zip(admitted, drafts, strict=True))
 
 
+@pytest.mark.parametrize("budget", [2, 7, 99])
+def test_no_more_than_the_confidences_there_are(budget):
+    """Breaks if the confidences of the next state are read for a request with more drafts than the table is wide."""
+    kernel, oracle = run(torch.tensor([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [0.9, 0.2, 0.9]]), [4, 9, 3], [1, 1, 1], budget)
+    assert kernel == oracle
+    assert sum(kernel[0][:3]) == min(budget, 9)
+
+
 def test_the_tail_holds_the_end_of_the_batch(device):
     """Breaks if entries behind the batch keep those of a larger one: more of them than a tile has rows."""
     room = 3 * TILES[0] + 5
