@@ -158,7 +158,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:_assign_draft_token_budget_compiled",
         moment="v2",
-        why="the cut of adaptive verification, compiled at start-up for every kind of batch",
+        why="the cut of adaptive verification where ours does not stand for it, compiled at start-up for every kind of batch",
         until="vLLM compiles it before it serves",
     ),
     *SEAMS,
@@ -192,6 +192,13 @@ HOOKS: tuple[Hook, ...] = (
         params=("num_tokens_per_req", "draft_tokens"),
         why="its budget follows the width of drafts, and the planner learns which rows were verified",
         until="vLLM prices draft passes by their width, and reports verified rows to plugins",
+    ),
+    Hook(
+        path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.reallocate_drafts",
+        moment="v2",
+        params=("req_ids", "idx_mapping"),
+        why="its cut takes one kernel, which no budget or batch size compiles anew",
+        until="vLLM's cut compiles nothing while serving, and is no part of the host's time",
     ),
     Hook(
         path="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences",

@@ -46,7 +46,7 @@ def verification_timing(claims: Callable[[Any], bool]) -> Patch:
             _or_warn(lambda: _time(self), "verification was not timed at start-up")
             if getattr(self, "adaptive_verification", None) is not None:
                 _or_warn(lambda: _trim(self), "vLLM prices trimmed verification by the full draft width")
-                _or_warn(lambda: _compile_cuts(self), "the cut of trimmed verification is compiled while serving")
+                _or_warn(lambda: _prepare_cut(self), "the cut of trimmed verification is compiled while serving")
             return result
 
         return capture_model
@@ -66,10 +66,10 @@ def _trim(runner: Any) -> None:
     trim(runner.adaptive_verification, runner.speculator)
 
 
-def _compile_cuts(runner: Any) -> None:
-    from vllm_dflash.engine.trimming import compile_cuts
+def _prepare_cut(runner: Any) -> None:
+    from vllm_dflash.engine.draft_budget import prepare_cut
 
-    compile_cuts(runner.adaptive_verification)
+    prepare_cut(runner.adaptive_verification)
 
 
 def _or_warn(work: Callable[[], None], consequence: str) -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout has the pa
 import dflash_kernels
 from dflash_kernels.block_attention import AttentionWorkspace, block_attention
 from dflash_kernels.context_kv import LayerCaches, context_kv
+from dflash_kernels.draft_budget import Admission, draft_budget
 from dflash_kernels.draft_head import HeadWorkspace, combine_shards, draft_head, draft_head_local
 from dflash_kernels.draft_head_fp8 import draft_head_fp8, winner_of_logits
 from dflash_kernels.draft_head_winner import Temperatures
@@ -36,6 +37,7 @@ from dflash_kernels.query_block import DraftBlockTables, QueryBlockBuffers, Quer
 from dflash_kernels.query_kv import query_kv
 
 Q, HEADS, KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, NUM_PAGES = 7, 6, 2, 80, 16, 23
+K = Q - 1
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -145,7 +147,6 @@ def cache_steps() -> None:
 
 def input_steps() -> None:
     """Query block over two KV groups with a prefill and a padded request, the page list, one captured layer."""
-    k = Q - 1
     tables = [torch.randint(1, NUM_PAGES, (5, columns)).int().to("cuda") for columns in (7, 2)]
     step = TargetStep(
         query_start_loc=integers(0, 7, 40, 47),
@@ -157,10 +158,20 @@ def input_steps() -> None:
         next_prefill_tokens=torch.arange(5).int()[None].to("cuda"),
         num_blocks=torch.full((2, 5), 2).int().to("cuda"),
     )
-    out = QueryBlockBuffers.allocate(4, Q, k, 64, 2, torch.device("cuda"))
-    built, spec = DraftBlockTables.build(tables, [16, 64]), QueryBlockSpec(Q, k, 5, 100)
+    out = QueryBlockBuffers.allocate(4, Q, K, 64, 2, torch.device("cuda"))
+    built, spec = DraftBlockTables.build(tables, [16, 64]), QueryBlockSpec(Q, K, 5, 100)
     query_block(out, built, spec, step, num_reqs=3, num_reqs_padded=4, num_context_rows=47, max_query_len=33)
     page_list(tables[0], integers(101, 0, 16, 1), 16, PageList.empty(5, 7, "cuda"))
+
+
+def budget_steps() -> None:
+    """A cut of one request, of a batch with ties, NaN and a request without drafts, of none and of all."""
+    confidences = torch.rand(5, K).to("cuda")
+    confidences[2:] = torch.tensor([1.0, 1.0, float("nan")])[:, None].to("cuda")
+    for states, budget in (((3,), 1), ((2, 0, 4, 1), 7), ((0, 2), 0), ((1, 3), 2 * K)):
+        scheduled = integers([K] * (len(states) - 1) + [0 if len(states) == 4 else K], [1] * len(states))
+        mapping = integers(*states, dtype=torch.int64)
+        draft_budget(confidences, mapping, scheduled, budget, 1, Admission.empty(5, "cuda"))
 
 
 def watch() -> dict[str, int]:
@@ -185,7 +196,8 @@ def main() -> int:
         return 0
     torch.manual_seed(0)
     launched, start = watch(), time.perf_counter()
-    for steps in (input_steps, cache_steps, attention_steps, head_steps, odds_steps, guest_steps, linear_steps):
+    every = (input_steps, budget_steps, cache_steps, attention_steps, head_steps, odds_steps, guest_steps, linear_steps)
+    for steps in every:
         steps()
         torch.cuda.synchronize()
         print(f"{steps.__name__:16} done after {time.perf_counter() - start:5.1f} s", flush=True)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch oracles of the ops that prepare a draft step; same signatures as the launchers, made to be read, not to be fast.
 
-`query_block` works in Python lists. The others compute like plain torch in the dtype of their input, so that with float64
-inputs and caches they give the truth that both the kernel and plain torch are measured against.
+`query_block` and `draft_budget` work in Python lists. The others compute like plain torch in the dtype of their input, so that
+with float64 inputs and caches they give the truth that both the kernel and plain torch are measured against.
 """
 
 import torch
 
+from dflash_kernels.draft_budget import Admission
 from dflash_kernels.kv_layout import LayerCaches
 from dflash_kernels.page_list import PageList
 from dflash_kernels.query_layout import PAD_SLOT, DraftBlockTables, QueryBlockBuffers, QueryBlockSpec, TargetStep
@@ -204,3 +205,29 @@ def page_list(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_block_size: 
         out.pages[start : start + count] = block_table[request, :count]
         out.last_page_len[request] = min(length, count * kv_block_size) - max(count - 1, 0) * kv_block_size
         start += count
+
+
+def draft_budget(
+    confidences: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    scheduled: torch.Tensor,
+    budget: int,
+    num_bonus_tokens: int,
+    out: Admission,
+) -> None:
+    """Oracle of `dflash_kernels.draft_budget.draft_budget`; see there. Drafts are sorted, and the first of them admitted."""
+    confidences = confidences[idx_mapping]
+    survival = torch.where(confidences > 0, confidences.clamp(max=1.0), 0.0).cumprod(1)
+    steps = (survival * 2**30).long().tolist()
+    drafts, others = scheduled.tolist()
+    ranked = sorted((-steps[r][k], r, k) for r in range(len(drafts)) for k in range(min(drafts[r], confidences.shape[1])))
+    admitted, logits, starts = [0] * len(drafts), [0], [0]
+    for _, request, _ in ranked[: max(budget, 0)]:
+        admitted[request] += 1
+    for request, count in enumerate(admitted):
+        logits.append(logits[-1] + count + num_bonus_tokens)
+        starts.append(starts[-1] + count + others[request])
+    out.admitted[: len(admitted)] = torch.tensor(admitted)
+    out.cu_num_logits[: len(logits)] = torch.tensor(logits)
+    out.query_start_loc[: len(starts)] = torch.tensor(starts)
+    out.query_start_loc[len(starts) :] = starts[-1]

@@ -16,6 +16,7 @@ import torch
 import dflash_kernels
 from dflash_kernels.block_attention import AttentionWorkspace, block_attention
 from dflash_kernels.context_kv import LayerCaches, context_kv
+from dflash_kernels.draft_budget import TILES, Admission, draft_budget
 from dflash_kernels.draft_head import HeadWorkspace, Temperatures, draft_head
 from dflash_kernels.draft_head_fp8 import draft_head_fp8
 from dflash_kernels.fp8_linear import Fp8Workspace, fp8_linear
@@ -100,6 +101,7 @@ class Launchers:
         self.fp8_weight, self.fp8_scale = ints(VOCAB, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(VOCAB)
         self.fp8 = Fp8Workspace("cpu")
         self.pages = PageList.empty(MOST, 9, "cpu")
+        self.admission, self.confidences = Admission.empty(MOST, "cpu"), torch.ones(MOST, K)
         self.guest_maps = ints(VOCAB), ints(VOCAB), ints(2 * SIZE), ints(1)
 
     def step(self, requests, context_rows, width=K):
@@ -134,6 +136,8 @@ class Launchers:
         sizes = {"workspace": self.attention, "num_query_per_req": Q, "scale": 1.0}
         block_attention(query, self.k_cache, self.v_cache, table, lengths, **sizes)
         page_list(table, lengths, PAGE, self.pages)
+        mapping, scheduled = shifted(ints(requests, dtype=torch.int64), at), shifted(ints(2, requests), at)
+        draft_budget(self.confidences, mapping, scheduled, context_rows % 50, width, self.admission)
         hidden = torch.zeros(rows, HIDDEN)
         states = shifted(ints(rows, dtype=torch.int64), at)
         for temperatures in (None, Temperatures(states, self.norm[0])):
@@ -161,3 +165,15 @@ def test_no_size_of_a_step_is_compiled_for(launches, monkeypatch):
             compiled[tuple(sorted((k, v) for k, v in constants.items() if k in CAPTURED))].add((str(constants), rest))
         several = {tiles: found for tiles, found in compiled.items() if len(found) > 1}
         assert not several, f"{name} is compiled {len(several)} times over for sizes of a step: {several}"
+
+
+def test_the_cut_has_a_variant_per_tile(launches):
+    """Breaks if a budget or a number of requests is compiled for, beyond the tiles that are warmed at start-up."""
+    room = TILES[-1]
+    out, confidences = Admission.empty(room, "cpu"), torch.ones(room, K)
+    for requests in (1, 2, 16, TILES[0], TILES[0] + 1, 80, TILES[1], TILES[1] + 1, 512, room):
+        for budget in (0, 1, 15, 16, requests * K):
+            mapping, scheduled = shifted(ints(requests, dtype=torch.int64), budget % 3), shifted(ints(2, requests), budget % 3)
+            draft_budget(confidences, mapping, scheduled, budget, 1, out)
+    variants = {(str(constants), rest) for constants, rest in launches["_draft_budget_kernel"]}
+    assert len(variants) == len(TILES)

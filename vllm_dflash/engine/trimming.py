@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from vllm.distributed import get_tp_group
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_dflash.planner import confidences
 from vllm_dflash.planner.planner import OTHER_BATCH
@@ -140,20 +138,6 @@ class Trimming:
         if missing.any():
             known[:, :width] = np.where(missing, self._usual.by_position[:width], known[:, :width])
             stale[slots] = known
-
-
-@torch.inference_mode()
-def compile_cuts(manager: Any) -> None:
-    """Compile the cut for every kind of batch: one request or one draft is a program of its own, a second while serving."""
-    cut = adaptive_verification._assign_draft_token_budget_compiled
-    drafts, device = manager.num_speculative_steps, manager.query_start_loc.device
-    if device.type != "cuda":
-        return
-    # Sizes that are equal in the example are taken to be equal ever after, so none of the larger ones is K or another's.
-    for requests in {1, min(drafts + 2, manager.req_states.max_num_reqs)}:
-        for budget in {1, min(drafts + 3, requests * drafts - 1) or 1}:
-            capacities = manager._batch_draft_capacity[:requests].fill_(drafts)
-            cut(manager._confidence_probs, torch.arange(requests, device=device), capacities, budget, drafts)
 
 
 def trim(manager: Any, speculator: Any) -> None:

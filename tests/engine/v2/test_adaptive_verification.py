@@ -27,6 +27,8 @@ def adaptive(target, draft, baseline, engine_of):  # the baseline's engine has t
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
 
+    from vllm_dflash.engine.draft_budget import prepare_cut
+
     def manager(**arguments):
         names = ("req_states", "query_start_loc", "num_bonus_tokens")
         built = vllms.AdaptiveVerificationManager(**{n: arguments[n] for n in names}, max_total_logits=1 << 20)
@@ -37,9 +39,10 @@ def adaptive(target, draft, baseline, engine_of):  # the baseline's engine has t
         patch.setattr(VllmConfig, "_validate_adaptive_verification", lambda _: None)
         patch.setattr(model_runner, "maybe_create_adaptive_verification_manager", manager)
         patch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **_: mode)
-        patch.setattr(vllms, "_assign_draft_token_budget_compiled", vllms._assign_draft_token_budget)
+        patch.setattr(vllms, "_assign_draft_token_budget_compiled", pytest.fail)  # our cut stands for it
         engine = engine_of(target, draft, speculative={"enable_adaptive_verification": True})
         trimmer, engine.checked = engine.runner.adaptive_verification, []
+        prepare_cut(trimmer)
         count = trimmer.get_num_tokens
 
         def get_num_tokens(tokens, drafts):

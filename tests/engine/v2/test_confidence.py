@@ -8,7 +8,6 @@ gets a cost per row, and the fused head runs through the interpreter. Estimator,
 import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +109,7 @@ def adaptive(target, draft, baseline, engine_of, monkeypatch):  # the baseline's
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
 
+    from vllm_dflash.engine.draft_budget import prepare_cut
     from vllm_dflash.engine.planning import planning_of
     from vllm_dflash.engine.trimming import trim
 
@@ -123,7 +123,7 @@ def adaptive(target, draft, baseline, engine_of, monkeypatch):  # the baseline's
     monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda _: None)
     monkeypatch.setattr(model_runner, "maybe_create_adaptive_verification_manager", manager)
     monkeypatch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **_: mode)
-    monkeypatch.setattr(vllms, "_assign_draft_token_budget_compiled", vllms._assign_draft_token_budget)
+    monkeypatch.setattr(vllms, "_assign_draft_token_budget_compiled", pytest.fail)  # our cut stands for it
     engine = engine_of(
         target,
         draft,
@@ -137,6 +137,7 @@ def adaptive(target, draft, baseline, engine_of, monkeypatch):  # the baseline's
         speculator._fused_head = speculator._top_tokens = Watched(speculator.model, 32 * K)
         speculator._needs_logits = False
         trim(trimmer, speculator)
+        prepare_cut(trimmer)
     engine.checked, count = [], type(trimmer).get_num_tokens.__get__(trimmer)
 
     def counted(tokens, drafts):
@@ -240,33 +241,6 @@ def test_a_cut_is_priced_by_what_the_planner_observes(adaptive, prompts):
             costs.observe(requests, 0, 0, seconds, requests)
         adaptive.generate(prompts[:requests], 6)
         assert trimmer.cost_tables[1][2 * requests] > 0.5e3 * seconds  # milliseconds
-
-
-def test_the_cut_is_compiled_for_one_and_many(adaptive, monkeypatch):
-    """Breaks if one request, or one draft, is compiled for while serving: torch.compile takes sizes of 1 for constants."""
-    from vllm_dflash.engine import trimming
-
-    seen = []
-
-    def cut(confidences, mapping, capacities, budget, steps):
-        assert budget < int(capacities.sum()) or capacities.sum() == 1
-        assert confidences.shape[1] == steps == int(capacities[0])
-        seen.append((len(mapping), budget))
-
-    trimmer = adaptive.runner.adaptive_verification
-    device = SimpleNamespace(type="cuda")
-    manager = SimpleNamespace(
-        num_speculative_steps=K,
-        query_start_loc=SimpleNamespace(device=device),
-        req_states=trimmer.req_states,
-        _batch_draft_capacity=trimmer._batch_draft_capacity,
-        _confidence_probs=trimmer._confidence_probs,
-    )
-    monkeypatch.setattr(trimming.adaptive_verification, "_assign_draft_token_budget_compiled", cut)
-    monkeypatch.setattr(trimming.torch, "arange", lambda count, **_: range(count))
-    trimming.compile_cuts(manager)
-    assert {requests == 1 for requests, _ in seen} == {True, False}
-    assert {budget == 1 for _, budget in seen} == {True, False}
 
 
 @pytest.fixture(scope="module")
