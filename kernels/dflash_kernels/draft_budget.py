@@ -28,11 +28,12 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["TILES", "Admission", "draft_budget"]
+__all__ = ["MAX_DRAFTS", "TILES", "Admission", "draft_budget"]
 
 TILES = (64, 256, 1024)
 """Requests per tile: a launch takes the smallest that holds its batch."""
-_MAX_DRAFTS = 32
+MAX_DRAFTS = 32
+"""Per request: the largest tile then fits the registers of one program."""
 _THREADS = 32  # of a warp
 
 
@@ -148,8 +149,8 @@ def _check(confidences: torch.Tensor, idx_mapping: torch.Tensor, scheduled: torc
                 f"{name} must be {dtype}, contiguous, {list(shape)}; got {tensor.dtype} {list(tensor.shape)} stride "
                 f"{tensor.stride()}."
             )
-    if not 1 <= confidences.shape[1] <= _MAX_DRAFTS:
-        raise ValueError(f"1 to {_MAX_DRAFTS} drafts per request are served; got {confidences.shape[1]}.")
+    if not 1 <= confidences.shape[1] <= MAX_DRAFTS:
+        raise ValueError(f"1 to {MAX_DRAFTS} drafts per request are served; got {confidences.shape[1]}.")
     room = min(out.admitted.shape[0], out.cu_num_logits.shape[0] - 1, out.query_start_loc.shape[0] - 1, TILES[-1])
     if num_reqs > room:
         raise ValueError(

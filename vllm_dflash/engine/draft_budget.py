@@ -13,7 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from dflash_kernels.draft_budget import TILES, Admission, draft_budget
+from dflash_kernels.draft_budget import MAX_DRAFTS, TILES, Admission, draft_budget
 
 
 class DraftBudget:
@@ -66,8 +66,9 @@ def prepare_cut(manager: Any) -> None:
     """Put the kernel in vLLM's place where it serves; compile vLLM's cut elsewhere. Once per manager."""
     if isinstance(getattr(manager.reallocate_drafts, "__self__", None), DraftBudget):
         return
+    too_large = manager.req_states.max_num_reqs > TILES[-1] or manager.num_speculative_steps > MAX_DRAFTS
     # Batch-sharded sampling wants the counts on the host too, by a copy and an event of vLLM's.
-    if getattr(manager, "_copy_admitted_drafts_to_host", False) or manager.req_states.max_num_reqs > TILES[-1]:
+    if too_large or getattr(manager, "_copy_admitted_drafts_to_host", False):
         compile_cuts(manager)
     else:
         DraftBudget(manager).install()

@@ -95,8 +95,8 @@ def test_every_tile_is_compiled_before_the_cut_is_ours(make_manager, monkeypatch
     assert manager.reallocate_drafts.__self__ is manager
 
 
-@pytest.mark.parametrize("why", ["counts are wanted on the host", "more requests than a tile holds"])
-def test_vllms_cut_is_compiled_where_it_stays(make_manager, monkeypatch, why):
+@pytest.mark.parametrize(("on_host", "most", "drafts"), [(True, MOST, K), (False, 1025, K), (False, MOST, 33)])
+def test_vllms_cut_is_compiled_where_it_stays(make_manager, monkeypatch, on_host, most, drafts):
     """Breaks if the kernel replaces what it does not do, or one request or one draft is compiled for while serving.
 
     torch.compile takes sizes of 1 for constants.
@@ -110,15 +110,14 @@ def test_vllms_cut_is_compiled_where_it_stays(make_manager, monkeypatch, why):
         assert confidences.shape[1] == steps == int(capacities[0])
         seen.append((len(mapping), budget))
 
-    real = make_manager()
-    many = why.startswith("more")
+    real = make_manager(most=most)
     manager = SimpleNamespace(
-        num_speculative_steps=K,
+        num_speculative_steps=drafts,
         query_start_loc=SimpleNamespace(device=SimpleNamespace(type="cuda")),
-        req_states=SimpleNamespace(max_num_reqs=1025 if many else MOST),
-        _batch_draft_capacity=real._batch_draft_capacity,
-        _confidence_probs=real._confidence_probs,
-        _copy_admitted_drafts_to_host=not many,
+        req_states=SimpleNamespace(max_num_reqs=most),
+        _batch_draft_capacity=torch.empty(drafts + 2, dtype=torch.int32),
+        _confidence_probs=torch.rand(most, drafts),
+        _copy_admitted_drafts_to_host=on_host,
         reallocate_drafts=real.reallocate_drafts,
     )
     monkeypatch.setattr(draft_budget.adaptive_verification, "_assign_draft_token_budget_compiled", cut)
@@ -127,3 +126,15 @@ def test_vllms_cut_is_compiled_where_it_stays(make_manager, monkeypatch, why):
     assert manager.reallocate_drafts.__self__ is real
     assert {requests == 1 for requests, _ in seen} == {True, False}
     assert {budget == 1 for _, budget in seen} == {True, False}
+
+
+def test_the_cut_is_prepared_once_graphs_exist(make_manager):
+    """Breaks if the runner keeps vLLM's cut, or a dry capture takes part."""
+    from vllm_dflash.engine.draft_budget import DraftBudget
+    from vllm_dflash.planner_patches import verification_timing
+
+    capture_model = verification_timing(lambda _: True).wrap(lambda _, **__: "captured")
+    runner = SimpleNamespace(vllm_config=None, adaptive_verification=make_manager())
+    for dry in (True, False):
+        assert capture_model(runner, profile_only=dry) == "captured"
+        assert isinstance(runner.adaptive_verification.reallocate_drafts.__self__, DraftBudget) != dry
