@@ -32,7 +32,7 @@ def planner_table(claims: Callable[[Any], bool]) -> Patch:
 
 
 def verification_timing(claims: Callable[[Any], bool]) -> Patch:
-    """Once the target's graphs exist: time verification, and stand before vLLM's adaptive verification where that is on.
+    """Once the target's graphs exist: offer them to every batch that fits, time verification, and stand before vLLM's cut of it.
 
     A fault there leaves the planner with what it learns, and vLLM with its own budgets.
     """
@@ -43,6 +43,7 @@ def verification_timing(claims: Callable[[Any], bool]) -> Patch:
             result = original(self, *args, **kwargs)
             if kwargs.get("profile_only") or not claims(self.vllm_config):
                 return result
+            _or_warn(lambda: _offer_graphs(self), "some verifications run piecewise, though a graph would hold them")
             _or_warn(lambda: _time(self), "verification was not timed at start-up")
             if getattr(self, "adaptive_verification", None) is not None:
                 _or_warn(lambda: _trim(self), "vLLM prices trimmed verification by the full draft width")
@@ -52,6 +53,16 @@ def verification_timing(claims: Callable[[Any], bool]) -> Patch:
         return capture_model
 
     return Patch(hooks.V2_CAPTURED, wrap)
+
+
+def _offer_graphs(runner: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from vllm_dflash.engine.target_graphs import offer_uniform_graphs
+
+    manager = runner.cudagraph_manager
+    if manager is not None:
+        offer_uniform_graphs(manager._candidates, manager._capture_descs.get(CUDAGraphMode.FULL, ()))
 
 
 def _time(runner: Any) -> None:

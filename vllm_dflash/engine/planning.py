@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -185,7 +185,7 @@ class StepPlanning:
     def _before(self, scheduler: Any, now: float) -> None:
         running = scheduler.running
         if self._trimmed is not None:
-            self._follow(self._trimmed)
+            self._follow(self._trimmed, scheduler.requests)
         caught_up = measured.take_catch_up()
         if self._last is not None and running:
             self._learn(now - self._last - caught_up)
@@ -221,11 +221,12 @@ class StepPlanning:
                 dict(sorted(self.record.widths.items())),
             )
 
-    def _follow(self, planner: TrimmedPlanner) -> None:
+    def _follow(self, planner: TrimmedPlanner, requests: Mapping[str, Any]) -> None:
         """Take the confidences of late drafts, and how many rows the last step really verified."""
         for request_ids, news in confidences.take_confidences():
-            if not self._unlearnt:
-                planner.note(request_ids, news)
+            alive = [at for at, name in enumerate(request_ids) if name in requests]  # others were forgotten when they ended
+            if alive and not self._unlearnt:
+                planner.note([request_ids[at] for at in alive], news[alive])
         rows = confidences.take_rows()
         if rows and self._steps:
             self._steps[-1] = dataclasses.replace(self._steps[-1], verify_rows=rows[-1])

@@ -106,9 +106,10 @@ class Trimming:
         if width:
             # A slot that a new request has taken meanwhile was set to 1 throughout.
             drafted = np.flatnonzero((seen[:, :width] > 0).all(1) & (seen < 1).any(1))
-            news = seen[drafted, :width].astype(np.float64)
-            self._usual.note(news)
-            confidences.record_confidences([names[at] for at in drafted.tolist()], news)
+            if drafted.size:
+                news = seen[drafted, :width].astype(np.float64)
+                self._usual.note(news)
+                confidences.record_confidences([names[at] for at in drafted.tolist()], news)
 
     def _price(self, width: int, requests: int) -> None:
         """Have the manager reckon with the draft pass that this width runs, and with what steps of so many requests take."""

@@ -211,6 +211,19 @@ def test_text_and_confidences_whatever_the_widths(adaptive, target, draft, promp
     assert max(learnt) <= max(4 + kept for _, kept in adaptive.checked)
 
 
+def test_the_planner_outlives_its_batches(adaptive, prompts, baseline):
+    """Breaks if a step without any news ends the planner (all requests are new, their confidences are not known yet), or if
+    confidences that come late keep finished requests for ever.
+    """
+    from vllm_dflash.engine.planning import planning_of
+
+    scheduler = adaptive.llm.llm_engine.engine_core.engine_core.scheduler
+    for _ in range(3):
+        assert adaptive.generate(prompts, 8) == baseline(prompts, 8)
+    assert planning_of(scheduler) is adaptive.planning
+    assert 0 < len(adaptive.planning.planner.acceptance._row_of) <= len(prompts)
+
+
 def test_chosen_widths_and_prices(adaptive, prompts, baseline):
     """The planner chooses by itself, and a narrow draft is priced as such.
 
