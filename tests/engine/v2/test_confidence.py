@@ -5,6 +5,7 @@ vLLM allows it with CUDA graphs only, by whose step times it decides; a CPU has 
 gets a cost per row, and the fused head runs through the interpreter. Estimator, manager, runner and planner are the real ones.
 """
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -218,6 +219,7 @@ def test_the_planner_outlives_its_batches(adaptive, prompts, baseline):
     from vllm_dflash.engine.planning import planning_of
 
     scheduler = adaptive.llm.llm_engine.engine_core.engine_core.scheduler
+    force(adaptive.planning.planner, itertools.repeat(K))
     for _ in range(3):
         assert adaptive.generate(prompts, 8) == baseline(prompts, 8)
     assert planning_of(scheduler) is adaptive.planning
