@@ -34,6 +34,12 @@ class Costs:
     def drafting(self, query_rows):
         return self.seconds(0, query_rows, 0) - self.seconds(0, 0, 0)
 
+    def plain(self, requests, context):
+        return float(self.seconds(requests, 0, context))
+
+    def least(self, requests):
+        return float(requests) + 1.0  # seconds
+
 
 def test_rates_are_those_of_the_best_cut():
     """Breaks if positions are not admitted in the order of their survival, or a width pays for another's draft pass."""

@@ -18,10 +18,12 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dflash.planner.context_slope import ContextSlope
+
 Array = npt.NDArray[np.float64]
 
 MEMORY = 24.0
-"""Observations that a knot remembers: a shared machine drifts, and so does the context."""
+"""Observations that a knot remembers: a shared machine drifts."""
 REACH = 0.1
 """Octaves over which a correction fades to 1/e: half way to the next knot, so that a knot that was seen speaks for itself."""
 RECENT = 9
@@ -140,6 +142,11 @@ class RowCurve:
         found: Array = np.interp(asked, self.knots, self._values) * (asked > 0)
         return found
 
+    def alone(self, rows: npt.ArrayLike) -> Array:
+        """The same of a pass on its own: the shape that corrections start from."""
+        found: Array = np.interp(np.asarray(rows, dtype=np.float64), self.knots, self._shape)
+        return found
+
     def lately(self, rows: int) -> float:
         """The same for one number of rows, as of the last call for several: what is learnt at every step is cheap to look up."""
         return self._between(self._listed, rows) if rows > 0 else 0.0
@@ -204,8 +211,9 @@ class StepCosts:
         self.late = 0
         """Steps in a row, up to the last, that took much longer than those before them."""
         self._by_batch: dict[int, dict[int, Typical]] = {}  # knots of requests, then of rows
+        self._plain: dict[int, Typical] = {}  # by knot of requests
         self._context = 0  # of the last step
-        self._slope = _ContextSlope()
+        self._slope = ContextSlope()
         self._draft_known = False
 
     def measure_drafts(self, times: Iterable[tuple[int, float]]) -> None:
@@ -242,6 +250,8 @@ class StepCosts:
             else:
                 expected = None
             cells[knot].observe(rest, expected)
+        if verify_rows == requests and not query_rows:
+            self._plain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)  # no expectation: that is the point
         self.verify.observe(verify_rows, rest)
 
     def seconds(self, verify_rows: npt.ArrayLike, query_rows: npt.ArrayLike, context: int, requests: int = 0) -> Array:
@@ -249,6 +259,26 @@ class StepCosts:
         verify = self._of_batch(np.asarray(verify_rows), requests) if requests else self.verify(verify_rows)
         predicted: Array = verify + self.drafting(query_rows) + self._slope.value * context
         return predicted
+
+    def plain(self, requests: int, context: int) -> float:
+        """Predicted seconds of a step that neither verifies nor drafts.
+
+        As observed, once such steps were seen: beside what the GPU does, drafting has a part on the host, which shows in steps
+        that verify, or are followed by a draft, and in no pass that is timed on its own.
+        """
+        cell = self._plain.get(self.verify.knot(requests))
+        if cell is None:
+            return float(self.seconds(np.array([requests]), 0, context, requests)[0])
+        return cell.mean + self._slope.value * context
+
+    def plain_seen(self, requests: int) -> float:
+        """How many steps are remembered that neither verified nor drafted."""
+        cell = self._plain.get(self.verify.knot(requests))
+        return cell.weight if cell else 0.0
+
+    def least(self, requests: int) -> float:
+        """Seconds that such a step takes at least: its pass alone. Infinite where no pass was timed."""
+        return float(self.verify.alone(requests)) if self.verify.measured else math.inf
 
     def observed(self, requests: int) -> list[tuple[float, float]]:
         """(rows, seconds) that steps of this batch size took lately, without their draft pass; rows and seconds ascending.
@@ -281,56 +311,36 @@ class StepCosts:
         return cell.weight if cell else 0.0
 
     def _of_batch(self, verify_rows: Array, requests: int) -> Array:
-        """Verification of ascending ``verify_rows`` for one batch size."""
-        curve = self.verify(verify_rows)
-        cells = self._by_batch.get(self.verify.knot(requests))
+        """Verification of ascending ``verify_rows`` for one batch size.
+
+        What it has not run is taken from what it has, by the difference of passes on their own where those were timed: the curve
+        of all batches would lay the host's part of large ones upon the rows that only they have.
+        """
+        curve = self.verify.alone(verify_rows) if self.verify.measured else self.verify(verify_rows)
+        cells, share = self._cells(requests)
         if not cells:
-            return curve
+            return self.verify(verify_rows)
         found, weights = curve.copy(), np.full(len(curve), 1e-3)
+        knots = np.array(sorted(cells))
         for at, rows in enumerate(verify_rows.tolist()):
             knot = self.verify.knot(rows)
-            near = min(cells, key=lambda other, knot=knot: abs(other - knot))  # type: ignore[misc]
+            near = int(knots[np.abs(knots - knot).argmin()])
             cell = cells[near]
-            if near == knot:
+            if near == knot and share is None:
                 found[at], weights[at] = cell.mean, cell.weight
             else:
-                found[at] = max(cell.mean + curve[at] - self.verify.lately(int(self.verify.knots[near])), 0.2 * cell.mean)
+                there = self.verify.knots[near : near + 1]
+                base = self.verify.alone(there) if self.verify.measured else self.verify(there)
+                found[at] = max(curve[at] + (share or 1.0) * (cell.mean - base[0]), 0.2 * cell.mean)
         return np.exp(_rising(np.log(found), weights))
 
+    def _cells(self, requests: int) -> tuple[dict[int, Typical], float | None]:
+        """What was observed of this batch size; where passes were timed alone, else of the nearest, and which part of it counts.
 
-class _ContextSlope:
-    """Seconds per context token, from how steps of the same row count vary with their context.
-
-    Believed only as far as it stands out of the noise, and never negative.
-    """
-
-    FADE = 0.998
-    """500 steps: contexts grow slowly, and the slope is a constant of model and machine."""
-
-    def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float]] = {}
-        self._moments = (0.0, 0.0, 0.0, 0.0)  # weight, context^2, context * seconds, seconds^2, about the means
-        self.value = 0.0
-
-    def observe(self, rows: int, context: int, seconds: float) -> None:
-        """One step's seconds without its draft pass."""
-        key = round(4 * math.log2(max(rows, 1)))
-        old = self._means.get(key)
-        if old is None:
-            self._means[key] = (float(context), seconds)
-            return
-        mean_context, mean_seconds = old
-        moved = context - mean_context
-        changed = min(max(seconds - mean_seconds, -0.5 * mean_seconds), 0.5 * mean_seconds)
-        rate = 2.0 / MEMORY
-        self._means[key] = (mean_context + rate * moved, mean_seconds + rate * changed)
-        news = (1.0, moved * moved, moved * changed, changed * changed)
-        weight, spread, together, noise = (self.FADE * old + new for old, new in zip(self._moments, news, strict=True))
-        self._moments = (weight, spread, together, noise)
-        if weight < 16 or spread <= 0 or together <= 0:
-            self.value = 0.0
-            return
-        slope = together / spread
-        residual = max(noise - slope * together, 1e-30) / weight
-        signal = slope * slope * spread / residual
-        self.value = slope * max(0.0, 1.0 - 9.0 / signal)
+        What a step adds to its pass is the host's part for the most, which goes by requests.
+        """
+        knot = self.verify.knot(requests)
+        if knot in self._by_batch or not (self.verify.measured and self._by_batch):
+            return self._by_batch.get(knot, {}), None
+        near = min(self._by_batch, key=lambda other: abs(other - knot))
+        return self._by_batch[near], min(1.0, requests / float(self.verify.knots[near]))

@@ -47,6 +47,8 @@ ENOUGH = 4
 """Probes of a neighbour, at this load, before the other one has its turn and both wait longer each time."""
 FEW = 8
 """One request in as many is drafted for where a batch without drafts is probed and lengths may differ."""
+PLAIN_STEPS = 3
+"""Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
 _SHARES = 4
 """Numbers of drafting requests that are tried, as parts of the batch."""
 _LADDER = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
@@ -91,7 +93,8 @@ def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     """
     requests = survival.shape[0]
     tokens = requests + np.concatenate([[0.0], np.cumsum(survival.sum(0))])[widths]
-    rates: Floats = tokens / costs.seconds(requests * (1 + widths), requests * query_rows, context, requests)
+    seconds = costs.seconds(requests * (1 + widths), requests * query_rows, context, requests)
+    rates: Floats = tokens / np.where(widths > 0, seconds, costs.plain(requests, context))
     return rates
 
 
@@ -155,6 +158,7 @@ class Planner:
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
+        self._plain_left = 0
         self._probed: dict[str, float] = {}
 
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
@@ -164,6 +168,9 @@ class Planner:
         self._since_change += 1
         self._wait -= 1
         self._served += 1
+        if self._plain_left:
+            self._plain_left -= 1
+            return Plan(0, np.zeros(len(request_ids), dtype=np.int64), 0.0, probe=True)
         plan = self._current
         self._age += 1
         due = self._served >= min(self._serves, max(self._age // 2, REPLAN[0] // 2))
@@ -251,14 +258,14 @@ class Planner:
         return self._held
 
     def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
-        """One step at the next wider or narrower width; then as long a wait as its cost asks for.
+        """One step at the next wider or narrower width, or some without drafts; then as long a wait as its cost asks for.
 
         All requests alike, or where each may differ and none drafts, a few of them in turn.
         """
         upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
         at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
-        if held and self._is_plain_unknown(len(request_ids)):
-            at = 0
+        if held and self._is_plain_unknown(len(request_ids), float(rates[held])):
+            at, self._plain_left = 0, 0 if self.per_request else PLAIN_STEPS - 1
         width, requests = self.widths[at], len(request_ids)
         lengths, rate = np.full(requests, width), float(rates[at])
         if self.per_request and held == 0:
@@ -270,7 +277,9 @@ class Planner:
             rows, drafted = np.array([requests + lengths.sum()]), len(some) * self._query_rows[at]
             rate = tokens / float(self.costs.seconds(rows, drafted, context, requests)[0])
         wait = max(0.0, 1.0 - rate / rates[held]) / PROBE_SHARE
-        if self._tried(width, lengths) >= ENOUGH:
+        if self._plain_left:
+            wait = 0.0  # twice for each load: neighbours do not wait for that
+        elif self._tried(width, lengths) >= ENOUGH:
             wait *= self._backoff
             self._backoff = min(2 * self._backoff, 8)
             self._upwards = not self._upwards
@@ -280,9 +289,11 @@ class Planner:
             self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
         return Plan(width, lengths, rate, probe=True)
 
-    def _is_plain_unknown(self, requests: int) -> bool:
-        """Whether few steps without drafts were seen at this load, where none is timed at start-up: all are compared with it."""
-        return self.per_request and self.costs.seen(requests, requests) < ENOUGH
+    def _is_plain_unknown(self, requests: int, rate: float) -> bool:
+        """Whether few steps without drafts were seen at this load, where they might do better than ``rate``."""
+        if self.per_request:
+            return self.costs.seen(requests, requests) < ENOUGH
+        return requests > rate * self.costs.least(requests) and self.costs.plain_seen(requests) < ENOUGH
 
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""

@@ -31,6 +31,9 @@ def trimmed_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     rates = []
     grid, verify = costs.by_rows(requests, requests * (1 + survival.shape[1]), context)
     for width, rows in zip(widths.tolist(), query_rows.tolist(), strict=True):
+        if not width:
+            rates.append(requests / costs.plain(requests, context))
+            continue
         best = np.sort(survival[:, :width], axis=None)[::-1]
         cuts = np.unique(np.linspace(0, best.size, _CUTS + 1).astype(np.int64))
         tokens = requests + np.concatenate([[0.0], np.cumsum(best)])[cuts]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps without drafts are what drafting is compared with: their time is known from such steps, not from a pass on its own."""
+
+import numpy as np
+import pytest
+
+from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.planner import Planner, widths_up_to
+from vllm_dflash.planner.trimmed import TrimmedPlanner
+
+BARE = {1: 4.6, 32: 5.0, 64: 5.3, 128: 5.9, 256: 7.3, 512: 11.9, 1024: 22.3}
+"""Milliseconds of the target's pass by rows, about those of an 8B model on an H200."""
+
+
+def bare(rows):
+    return float(np.interp(rows, list(BARE), list(BARE.values())))
+
+
+def draft(rows):
+    return 0.7 + 0.0028 * rows if rows else 0.0
+
+
+def measured_costs():
+    """Costs of an engine that has just started, all passes timed on their own."""
+    costs = StepCosts(184.0)
+    costs.measure_drafts((rows, draft(rows) / 1e3) for rows in (8, 64, 256, 1024, 2048))
+    costs.verify.measure((rows, milliseconds / 1e3) for rows, milliseconds in BARE.items())
+    return costs
+
+
+def make(kind):
+    costs = measured_costs()
+    if kind == "trimmed":
+        return TrimmedPlanner((0, 1, 3, 7), costs, lambda width: {1: 2, 3: 4, 7: 8}[width])
+    return Planner(widths_up_to(7, 256), costs, lambda width: width + 1, per_request=False)
+
+
+def cut(planner, requests, width, chance):
+    """Drafts of all requests that are verified: of an adaptive verification that prices rows as the planner does."""
+    if not isinstance(planner, TrimmedPlanner):
+        return requests * width
+    survival = np.repeat(np.cumprod(np.full(width, chance)), requests)
+    seconds = planner.costs.seconds(requests + np.arange(survival.size + 1), 0, 0, requests)
+    return int(np.argmax((requests + np.concatenate([[0.0], np.cumsum(survival)])) / seconds))
+
+
+def serve(planner, requests, steps, chance, host):
+    """Steps at ``requests``; drafts are accepted with ``chance`` each, ``host``: milliseconds that a step takes more where it
+    verifies, and where it drafts. Returns the time over that of steps without drafts for as many tokens, of the last half.
+    """
+    random, names = np.random.default_rng(0), [str(number) for number in range(requests)]
+    lengths, seconds, tokens = np.zeros(requests, dtype=int), 0.0, 0.0
+    for step in range(steps):
+        width = planner.plan(names, 0).width
+        verified, query_rows = int(lengths.sum()), requests * (width + 1) if width else 0
+        kept = np.minimum(random.geometric(1 - chance, requests) - 1, lengths)
+        taken = bare(requests + verified) + draft(query_rows) + host * (bool(verified) + bool(width))
+        planner.costs.observe(requests + verified, query_rows, 0, taken / 1e3, requests)
+        if verified:
+            planner.observe(names, lengths.tolist(), kept.tolist())
+        if width and isinstance(planner, TrimmedPlanner):
+            planner.note(names, np.full((requests, width), chance))
+        if step >= steps // 2:
+            seconds, tokens = seconds + taken, tokens + requests + kept.sum()
+        drafts = cut(planner, requests, width, chance) if width else 0
+        lengths = drafts // requests + (np.arange(requests) < drafts % requests)
+    return seconds / tokens * requests / bare(requests)
+
+
+@pytest.mark.parametrize("kind", ["equal", "trimmed"])
+def test_what_the_host_adds_to_drafting_is_found_out(kind):
+    """128 requests that are guessed well, on a host to which drafting costs more than it gains: passes timed alone say it gains.
+
+    Breaks if only neighbouring widths are tried, or a single step without drafts, which still verifies the drafts before it, is
+    taken for what such steps cost.
+    """
+    planner = make(kind)
+    assert planner.plan([str(number) for number in range(128)], 0).width > 0
+    assert serve(planner, 128, 300, 0.75, host=5.0) < 1.03
+
+
+@pytest.mark.parametrize("kind", ["equal", "trimmed"])
+def test_where_drafting_pays_trying_without_costs_little(kind):
+    """Breaks if steps without drafts are tried again and again, or a batch that gains by far is asked at all."""
+    for requests in (8, 64):
+        best = serve(make(kind), requests, 400, 0.75, host=0.3)
+        planner = make(kind)
+        widths = [planner.plan([str(number) for number in range(requests)], 0).width for _ in range(3)]
+        assert min(widths) > 0
+        assert best < (0.5 if requests == 8 else 0.75)
+
+
+def test_plain_steps_are_told_from_steps_that_draft():
+    """Breaks if a step that verifies nothing but drafts, or one that verifies and drafts nothing, counts as plain."""
+    costs = measured_costs()
+    for _ in range(6):
+        costs.observe(256, 512, 0, 20e-3, 256)
+        costs.observe(512, 0, 0, 21e-3, 256)
+    assert costs.plain_seen(256) == 0
+    assert costs.plain(256, 0) > 12e-3
+    for _ in range(3):
+        costs.observe(256, 0, 0, 9e-3, 256)
+    assert costs.plain_seen(256) == 3
+    assert costs.plain(256, 0) == pytest.approx(9e-3)
+    assert costs.plain(64, 0) < 9e-3  # another load, with a quarter of the host's part
+
+
+def test_a_batch_size_is_not_priced_by_the_hosts_part_of_another():
+    """Breaks if what 128 requests add to a pass lies upon the rows that only they have: 32 would draft too narrow a block."""
+    costs = measured_costs()
+    for rows in (384, 512):
+        for _ in range(8):
+            costs.observe(rows, 0, 0, (bare(rows) + 4.0) / 1e3, 128)
+    for _ in range(4):
+        costs.observe(64, 0, 0, (bare(64) + 0.5) / 1e3, 32)
+    seconds = costs.seconds([32, 64, 128, 256], 0, 0, 32)
+    assert 1e3 * (seconds[3] - seconds[1]) == pytest.approx(bare(256) - bare(64), abs=0.1)
+    fresh = costs.seconds([64, 256], 0, 0, 8)  # never seen: the difference is that of the passes, too
+    assert 1e3 * (fresh[1] - fresh[0]) == pytest.approx(bare(256) - bare(64), abs=0.1)
