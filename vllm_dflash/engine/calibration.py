@@ -30,6 +30,13 @@ class SteadyFit:
         estimator.REFIT_INTERVAL = REFIT_EVERY
         estimator.step = self.step
         self._slope, self._intercepts = estimator.slope.clone(), estimator.intercepts.clone()
+        self._compile()
+
+    def _compile(self) -> None:
+        """One round over a request that verifies nothing: its kernels are compiled before the engine serves."""
+        none, device = torch.zeros(1, dtype=torch.int32, device=self._slope.device), self._slope.device
+        for _ in range(REFIT_EVERY):
+            self.step(torch.zeros(1, dtype=torch.int64, device=device), none + 1, none)
 
     def step(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
         """As vLLM's: idx_mapping int64 [B] request states, num_sampled and num_rejected int32 [B] of the verification."""

@@ -66,3 +66,13 @@ def test_coefficients_keep_their_addresses(text):
     addresses = text.estimator.slope.data_ptr(), text.estimator.intercepts.data_ptr()
     text.play(-2.0, 20)
     assert (text.estimator.slope.data_ptr(), text.estimator.intercepts.data_ptr()) == addresses
+
+
+def test_kernels_are_compiled_before_the_first_step(text):
+    """Breaks if the first round that serves compiles, or the round that does it beforehand moves a coefficient."""
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    untouched = OnlineAcceptanceEstimator(REQUESTS, K, torch.device("cpu"))
+    assert text.estimator._refits == 1
+    torch.testing.assert_close(text.estimator.slope, untouched.slope)
+    torch.testing.assert_close(text.estimator.intercepts, untouched.intercepts)
