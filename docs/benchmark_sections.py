@@ -22,6 +22,7 @@ from benchmark_tables import (
     without_moving_lengths,
 )
 
+_SPOKEN = {"none": "none", "equal": "equal", "best": "best fixed K", "builtin": "built-in", "adaptive": "adaptive"}
 HELD = " K="
 """In the name of an arm: the planner of the arm before it keeps this draft width."""
 
@@ -165,7 +166,7 @@ def never_slower() -> str:
     busy = {key: [entry for entry in found[key] if entry[1][2] in (32, 64, 128)] for key in ("builtin", "adaptive")}
     text = (
         f"## The planner, fixed widths and no speculation\n\n{_method(provenance, rows)} "
-        f"*Best fixed K*: the same engine with its planner told to keep a width, "
+        f"{_alike(rows)}*Best fixed K*: the same engine with its planner told to keep a width, "
         f"and the ratio to none of the best one.{_moved(name)} Lowest of ours: over none {_lowest(found['none'])}, over the best "
         f"fixed K {_lowest(found['best'])}; at 32 to 128 requests over the built-in {_lowest(busy['builtin'])}, over its "
         f"adaptive verification {_lowest(busy['adaptive'])}.\n\n"
@@ -185,6 +186,12 @@ def never_slower() -> str:
     return text + drawn + table(head, lines) + "\n" + source(name, provenance)
 
 
+def _alike(rows: list[Row]) -> str:
+    if any("adaptive_verification" in row for row in rows if row["arm"] == "ours"):
+        return ""
+    return "*Ours* verified as many drafts of each request, as `verify_lengths` equal does now. "
+
+
 def _means_without_random(found: dict[str, list[tuple[float | None, Load]]]) -> str:
     counts = sorted({load[2] for entries in found.values() for _, load in entries})
     lines = []
@@ -192,7 +199,7 @@ def _means_without_random(found: dict[str, list[tuple[float | None, Load]]]) -> 
         texts = [[one for one, load in entries if load[2] == requests and load[0] != "random"] for entries in found.values()]
         means = [_mean(ratios) for ratios in texts]
         lines.append([str(requests), *("-" if mean is None else f"{mean:.3f}" for mean in means)])
-    return table(["requests", *(f"ours / {base}" for base in ("none", "best fixed K", "built-in", "adaptive"))], lines) + "\n"
+    return table(["requests", *(f"ours / {_SPOKEN[base]}" for base in found)], lines) + "\n"
 
 
 def _chosen(cell: dict[str, Row]) -> list[str]:
@@ -238,33 +245,33 @@ def cheaper_drafter() -> str:
     return text + table([*head, "to unchanged weights"], lines) + "\n" + source(name, provenance)
 
 
-def trimmed_verification() -> str:
-    """What it brings that the target looks at no more drafts than pay."""
-    name = "trimmed_verification"
+def verify_lengths() -> str:
+    """What it brings that requests of a batch may have different numbers of drafts verified."""
+    name = "verify_lengths"
     provenance, rows = result(name)
     if not rows:
         return ""
-    pairs = [
-        ("builtin", "none"),
-        ("checkpoint", "none"),
-        ("fp8 and small head", "none"),
-        ("trimmed", "none"),
-        ("trimmed", "builtin"),
-    ]
-    lines, lost = [], []
+    lines, found = [], {"none": [], "equal": [], "best": [], "builtin": [], "adaptive": []}
     for load, cell in loads(rows).items():
         field = speed_field(cell)
-        steps = [figure(cell, arm, "step_ms", 2) for arm in ("none", "builtin", "trimmed")]
-        lines.append([name_of(load), figure(cell, "none", field), *(ratio(cell, field, *pair) for pair in pairs), *steps])
-        lost.append((value(cell, field, "trimmed", "none"), load))
+        held = {arm: value(cell, field, arm, "none") or 0.0 for arm in cell if HELD in arm}
+        best = max(held, key=lambda arm: held[arm], default="")
+        bases = {"none": "none", "equal": "equal", "best": best, "builtin": "builtin", "adaptive": "adaptive"}
+        for key, base in bases.items():
+            found[key].append((value(cell, field, "ours", base), load))
+        steps = [figure(cell, arm, "step_ms", 1) for arm in ("none", "builtin", "equal", "ours")]
+        lines.append([name_of(load), *(ratio(cell, field, "ours", base) for base in bases.values()), *steps, *_chosen(cell)])
     text = (
-        f"## Trimmed verification\n\n{_method(provenance, rows)} *Trimmed*: ours with `enable_adaptive_verification`, which has "
-        "to be asked for, otherwise as it comes; *checkpoint* (unchanged draft weights) and *fp8 and small head* keep K."
-        f"{_equality(rows)} Trimmed slower than no speculation: {_below(lost, 1.0)}.\n\n"
+        f"## Lengths by request\n\n{_method(provenance, rows)} *Ours*: as it comes, those drafts of the batch are verified that "
+        f"promise most; *equal*: as many of each request; *best fixed K*: equal, with its planner told to keep a width."
+        f"{_equality(rows)} Lowest of ours over the best fixed K {_lowest(found['best'])}; slower than no speculation: "
+        f"{_below(found['none'], 1.0)}; slower than the built-in: {_below(found['builtin'], 1.0)}.\n\n"
     )
-    head = ["load", "none tok/s", "built-in / none", "checkpoint / none", "fp8 and small head / none", "trimmed / none"]
-    head += ["trimmed / built-in", "whole step ms: none", "built-in", "trimmed"]
-    return text + table(head, lines) + "\n" + source(name, provenance)
+    text += "Geometric means by number of requests, without random tokens:\n\n" + _means_without_random(found)
+    drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
+    head = ["load", *(f"ours / {_SPOKEN[base]}" for base in found)]
+    head += [f"step ms: {arm}" for arm in ("none", "built-in", "equal", "ours")] + ["widths", "probes"]
+    return text + drawn + table(head, lines) + "\n" + source(name, provenance)
 
 
 def kernels() -> str:

@@ -15,7 +15,7 @@ from benchmark_sections import (
     sanitizer,
     side_by_side,
     soak,
-    trimmed_verification,
+    verify_lengths,
 )
 from benchmark_tables import by_arm, data, figure, loads, name_of, ratio, result, source, speed_field, spread, table, value
 from gpu_tests_section import gpu_tests
@@ -141,7 +141,7 @@ def cheaper_draft() -> str:
 def page() -> str:
     """The whole page."""
     parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
-    parts += [trimmed_verification(), kernels(), soak(), sanitizer(), gpu_tests(), planner_cpu(), cpu()]
+    parts += [verify_lengths(), kernels(), soak(), sanitizer(), gpu_tests(), planner_cpu(), cpu()]
     head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
     return "\n".join([head, *filter(None, parts)])
 

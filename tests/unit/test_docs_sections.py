@@ -35,14 +35,14 @@ def row(arm, requests=1, speed=100.0, **more):
     return common | {"arm": arm, "concurrency": requests, "tok_s": speed} | more
 
 
-@pytest.mark.parametrize("arm", ["none", "builtin", "adaptive", "ours", "fixed", "trimmed"])
+@pytest.mark.parametrize("arm", ["none", "builtin", "adaptive", "ours", "fixed", "trimmed", "equal"])
 @pytest.mark.parametrize("with_it", [True, False])
 def test_an_arm_that_is_missing_is_a_dash(pages, arm, with_it):
     """Breaks if a result of fewer arms ends in a traceback, or says of what was not measured that it never loses."""
     put, make = pages
-    arms = {"none", "builtin", "adaptive", "ours", "fixed", "planned", "trimmed"}
+    arms = {"none", "builtin", "adaptive", "ours", "fixed", "planned", "trimmed", "equal"}
     rows = [row(name) for name in sorted({arm} if with_it else arms - {arm})]
-    for name in ("side_by_side", "never_slower", "gpu_speculator", "gpu_demo_pair", "cheaper_drafter", "trimmed_verification"):
+    for name in ("side_by_side", "never_slower", "gpu_speculator", "gpu_demo_pair", "cheaper_drafter", "verify_lengths"):
         put(name, rows)
     put("cpu_speed", [each | {"batch": 1} for each in [row(arm, dtype="float32", k=3)]])
     page = make.page()
