@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_dflash.checkpoint import DraftConfig
 from vllm_dflash.engine.pending_context import PendingContext, why_at_once
 from vllm_dflash.engine.query_block import CommittedRows, drafted_for, within_limit
 
@@ -19,6 +20,8 @@ class KeptContext:
     vllm_config: Any
     kv_cache_gid: int
     block_size: int
+    dtype: torch.dtype
+    draft: DraftConfig
     _runner: Any
     _limit: int | None
     _compact: bool
@@ -32,6 +35,7 @@ class KeptContext:
         self._pending = None
         if at_once is None:
             self._pending = PendingContext(kv_cache_config.num_blocks, self.block_size, self._write_context, self._owned_blocks)
+            self._pending.reserve(torch.empty(0, self._aux_size, dtype=self.dtype))
 
     def _keep_context(
         self,
@@ -58,6 +62,11 @@ class KeptContext:
             target_hidden_states = target_hidden_states[committed.rows]
         self._write_context(target_hidden_states, committed.positions, committed.slots)
         return 0.0
+
+    @property
+    def _aux_size(self) -> int:
+        """U * H_target, values per row of aux states."""
+        return self.draft.target_hidden_size * len(self.model.captured_layers)
 
     def _write_context(self, target_hidden_states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Steps 1 and 2: fc over committed rows' aux states, then K/V of all layers into the cache."""

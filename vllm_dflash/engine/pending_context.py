@@ -75,6 +75,16 @@ class PendingContext:
         self._states: torch.Tensor | None = None
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
 
+    def reserve(self, like: torch.Tensor) -> None:
+        """Get the memory for rows as wide as those of ``like`` [any, U * H_target], every page of it.
+
+        Before requests come: pages that are touched for the first time while 16 of them decode take 0.1 to 0.3 ms of each step.
+        """
+        rows = max(self._most_bytes // (like.shape[1] * like.element_size()), 1)
+        self._states = like.new_zeros(rows, like.shape[1])
+        self._positions = torch.zeros(rows, dtype=torch.int64)
+        self._slots = torch.zeros(rows, dtype=torch.int64)
+
     def add(self, committed: CommittedRows, states: torch.Tensor) -> None:
         """Take over the ``committed`` rows of a step whose aux states are ``states`` [T, U * H_target]."""
         count = committed.slots.shape[0]
@@ -85,7 +95,7 @@ class PendingContext:
         self._full[blocks[inside == self._kv_block_size - 1]] = True
         self._waiting -= int((self._row_of[blocks, inside] >= 0).sum())
         if self._states is None:
-            self._allocate(states)
+            self.reserve(states)
         assert self._states is not None
         if count > self._states.shape[0]:
             rows = slice(None) if committed.rows is None else committed.rows
@@ -126,12 +136,6 @@ class PendingContext:
         seconds = (time.perf_counter() - began) * older / len(rows) if older else 0.0
         measured.record_catch_up(seconds)
         return seconds
-
-    def _allocate(self, states: torch.Tensor) -> None:
-        rows = max(self._most_bytes // (states.shape[1] * states.element_size()), 1)
-        self._states = states.new_empty(rows, states.shape[1])
-        self._positions = torch.empty(rows, dtype=torch.int64)
-        self._slots = torch.empty(rows, dtype=torch.int64)
 
     def _make_room(self, count: int) -> None:
         """Forget rows that nobody will read: neither a request that is there, nor one that finds them as a cached prefix.

@@ -114,14 +114,7 @@ class DFlashProposer(KeptContext, EmbeddedPrompts, SpecDecodeBaseProposer):
         slot_mappings: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Run the step's heavy parts without storing: memory profiling, compilation, DP ranks without requests."""
-        states = self.model.combine_hidden_states(
-            torch.zeros(
-                num_tokens,
-                self.draft.target_hidden_size * len(self.model.captured_layers),
-                dtype=self.dtype,
-                device=self.device,
-            )
-        )
+        states = self.model.combine_hidden_states(torch.zeros(num_tokens, self._aux_size, dtype=self.dtype, device=self.device))
         self.model.precompute_and_store_context_kv(states, states.new_zeros(num_tokens, dtype=torch.int64), None)
         rows = min(num_tokens, self.max_query_tokens)
         names = self._draft_attn_layer_names

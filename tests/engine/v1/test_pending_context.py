@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context that waits until it is read, and steps that verify nothing: a simulated scheduler, then the real engine."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import Draft, Target
@@ -113,6 +116,19 @@ def test_what_a_draft_reads_is_there(most_rows):
         assert measured.take_catch_up() > 0  # the planner does not charge it to the step
 
 
+def resident():
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_reserved_memory_is_there_at_once():
+    """Breaks if pages are first touched while serving: 0.1 to 0.3 ms of each step of 16 requests with the demo pair."""
+    pending = PendingContext(1, 1, lambda *_: None, list, most_bytes=64 << 20)
+    before = resident()
+    pending.reserve(torch.empty(0, 256))
+    assert resident() - before > 0.9 * (64 << 20)
+
+
 @pytest.fixture(scope="module")
 def engine(write_pair, engine_of):
     target, draft = write_pair(Draft(block=8), Target())
@@ -136,6 +152,13 @@ def calls_of(module, monkeypatch):
     calls, real = [], module.forward
     monkeypatch.setattr(module, "forward", lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1])
     return calls
+
+
+def test_an_engine_that_starts_has_its_memory(engine):
+    """Breaks if the first request waits for it, or rows are reserved of another size than they come in."""
+    engine.proposer._bind_context(engine.runner.kv_cache_config)
+    states = engine.proposer._pending._states
+    assert (states.shape[1], states.dtype) == (2 * Target().hidden, torch.float32)
 
 
 def test_nothing_is_verified_or_computed_for_no_drafts(engine, prompts, monkeypatch):
@@ -169,7 +192,10 @@ def test_a_cached_prefix_brings_its_context_along(most_rows, engine, prompts, mo
     engine.llm.reset_prefix_cache()
     engine.proposer._bind_context(engine.runner.kv_cache_config)
     if most_rows:
-        engine.proposer._pending._most_bytes = most_rows * 4 * 2 * Target().hidden
+        pending = engine.proposer._pending
+        pending._most_bytes = most_rows * 4 * 2 * Target().hidden
+        pending.reserve(pending._states)
+        assert len(pending._states) == most_rows
     hold(engine, 0)
     engine.generate(prompts, 24)
     hold(engine, 7)
