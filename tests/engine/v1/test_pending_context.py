@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_models import Draft, Target
 
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
 from vllm_dflash.engine.pending_context import PendingContext
 from vllm_dflash.engine.query_block import CommittedRows
 from vllm_dflash.planner import measured
@@ -86,12 +88,12 @@ class Pool:
         self.pending.add(committed, states)
         drafting = torch.rand(len(self.requests), generator=self.random) < 0.2
         if bool(drafting.any()):
-            self.draft(drafting, len(values))
+            self.draft(drafting)
 
-    def draft(self, drafting, new):
+    def draft(self, drafting):
         width = max(len(blocks) for blocks, _ in self.requests)
         table = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks, _ in self.requests], dtype=torch.int32)
-        self.late += self.pending.write_for(table, torch.tensor([tokens for _, tokens in self.requests]), drafting, new) > 0
+        self.late += self.pending.write_for(table, torch.tensor([tokens for _, tokens in self.requests]), drafting) > 0
         for (blocks, tokens), drafts in zip(self.requests, drafting.tolist(), strict=True):
             if drafts:
                 read = torch.tensor([blocks[p // KV_BLOCK] * KV_BLOCK + p % KV_BLOCK for p in range(tokens)], dtype=torch.int64)
@@ -138,6 +140,7 @@ def engine(write_pair, engine_of):
         speculative={"num_speculative_tokens": 7},
         additional_config={"vllm_dflash": {"planner": "on"}},
         enable_prefix_caching=True,
+        max_num_batched_tokens=48,  # long prompts come in chunks
     )
 
 
@@ -175,6 +178,28 @@ def test_nothing_is_verified_or_computed_for_no_drafts(engine, prompts, monkeypa
     assert len(combined) > 0
     hold(engine, 0)
     assert engine.generate(prompts[:1], 12, **asked) == sampled
+
+
+def test_tokens_of_plain_steps_are_those_that_vllm_finds(engine, prompts, monkeypatch):
+    """Breaks if what is left out for plain steps finds another token, or is left out of a prefill in chunks, which samples none."""
+    base, seen = SpecDecodeBaseProposer.prepare_next_token_ids_padded, []
+    real = engine.proposer.prepare_next_token_ids_padded
+
+    def both(sampled, requests, batch, discarded):
+        found = real(sampled, requests, batch, discarded)
+        for ours, theirs in zip(found, base(engine.proposer, sampled, requests, batch, discarded), strict=True):
+            assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())
+        seen.append((sampled.shape[1], bool(discarded[: len(sampled)].any())))
+        return found
+
+    monkeypatch.setattr(engine.proposer, "prepare_next_token_ids_padded", both)
+    long = [(prompts[0] * 20)[:100], prompts[1]]
+    engine.llm.reset_prefix_cache()
+    hold(engine, 0)
+    engine.generate(long, 12)
+    hold(engine, 3)
+    engine.generate(long, 12)
+    assert {(1, False), (1, True), (4, False)} <= set(seen)
 
 
 @pytest.mark.parametrize("most_rows", [None, 48])
