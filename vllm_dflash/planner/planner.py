@@ -28,8 +28,12 @@ MARGIN = 0.02
 LARGE_GAIN, DWELL = 0.10, 8
 """Smaller gains wait this many steps after a change; larger ones (the load jumped) do not."""
 WORTH = 0.10
-"""What drafts for some requests must promise over none at all: the luckiest of many look better than they are, and context that
-waited for them is computed first."""
+"""What drafts for some of many requests must promise over none at all: the luckiest look better than they are. For R of them
+``WORTH * (1 - 1 / R)``, as one alone is no luckier than others."""
+HOPE = 1.5
+"""Where lengths differ by request: standard deviations by which a batch is thought better than its drafts so far tell. Drafts
+teach, plain steps do not: what is given up too late is soon seen, what is given up too soon is not. It is the deviation of the
+mean of R requests: one request is tried for long, of many the mean is soon known."""
 REPLAN = (6, 64)
 """Fewest and most steps that a plan serves while the batch stays nearly the same; a batch that has just come together is planned
 for again after half as many steps as it has run."""
@@ -40,7 +44,8 @@ LATE = 2
 OTHER_BATCH = 8
 """A batch that has grown or shrunk by one part in as many is planned for anew, whatever the number of steps."""
 PROBE_SHARE = 0.01
-"""Part of the time that may go to trying a neighbouring width: what is not tried is not known."""
+"""Part of the time that may go to trying a neighbouring width: what is not tried is not known. Of a batch without drafts whose
+lengths may differ: part of what drafts that are all accepted would gain, 400 % for one request on a CPU, 30 % for 16."""
 PROBE_EVERY = (16, 1024)
 """Fewest and most steps between two probes."""
 ENOUGH = 4
@@ -95,16 +100,25 @@ def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     return rates
 
 
-def fitted_plan(survival: Floats, width: int, costs: StepCosts, query_rows: int, context: int, *, worth: float = 0.0) -> Plan:
+def fitted_plan(
+    survival: Floats,
+    width: int,
+    costs: StepCosts,
+    query_rows: int,
+    context: int,
+    *,
+    worth: float = 0.0,
+    priced: tuple[Floats, Floats] | None = None,
+) -> Plan:
     """Lengths up to ``width`` by request, ``survival`` [R, >= width]; requests of length 0 are not drafted for.
 
     None is drafted for at all where that does not promise ``worth``, a share, over plain decoding. Positions are admitted in the
     order of their survival, among the most promising requests only, for several numbers of them: each request that drafts pays
-    for its ``query_rows``.
+    for its ``query_rows``. ``priced``: what ``costs.by_rows`` says of enough rows, where it is known already.
     """
     requests = survival.shape[0]
     ranked = np.argsort(-survival[:, :width].sum(1), kind="stable")
-    grid, verify = costs.by_rows(requests, requests * (1 + width), context)
+    grid, verify = priced or costs.by_rows(requests, requests * (1 + width), context)
     best = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(verify[0]))
     least = (1 + worth) * best.rate
     if not width:
@@ -141,7 +155,7 @@ class Planner:
     ) -> None:
         self.widths = tuple(widths)
         self.costs = costs
-        self.acceptance = AcceptanceStats(self.widths[-1])
+        self.acceptance = AcceptanceStats(self.widths[-1], HOPE if per_request else 0.0)
         self.per_request = per_request
         self._widths = np.array(self.widths)
         self._query_rows = np.array([rows_of(width) if width else 0 for width in self.widths])
@@ -155,6 +169,7 @@ class Planner:
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
+        self._met: set[str] = set()  # the requests of the last plan
         self._probed: dict[str, float] = {}
 
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
@@ -166,7 +181,9 @@ class Planner:
         self._served += 1
         plan = self._current
         self._age += 1
-        due = self._served >= min(self._serves, max(self._age // 2, REPLAN[0] // 2))
+        # Nothing more is known of requests that are not drafted for: their plan stays until the next probe, or others come.
+        serves = REPLAN[1] if self.per_request and plan is not None and not plan.width else self._serves
+        due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2))
         other = self._is_other(request_ids)
         if plan is None or other or due or self._wait <= 0 or self.costs.late > LATE:
             self._age = 0 if other else self._age
@@ -201,17 +218,19 @@ class Planner:
 
     def _replan(self, request_ids: list[str], context: int) -> Plan:
         survival = self.acceptance.survival(request_ids)
-        rates = self._rates(survival, context)
+        plans = self._fitted(survival, context) if self.per_request else []
+        rates = np.array([plan.rate for plan in plans]) if plans else self._rates(survival, context)
         held = self._choose(rates)
         if self.per_request and rates[held] <= rates[0]:
             held = self._held = 0  # the width that was held drafts for nobody
+        if self.per_request and self._met.isdisjoint(request_ids) and held == 0:
+            self._wait, self._backoff = 0, 1  # other text: what those before it were like says little
+        self._met = set(request_ids)
         self._current = None
         if self._wait <= 0 and request_ids:
             return self._probe(rates, held, survival, request_ids, context)
-        if self.per_request:
-            plan = self._fitted(survival, held, context)
-        else:
-            plan = Plan(self.widths[held], np.full(len(request_ids), self.widths[held]), float(rates[held]))
+        alike = self.widths[held]
+        plan = plans[held] if plans else Plan(alike, np.full(len(request_ids), alike), float(rates[held]))
         self._current, self._planned_for, self._served = plan, request_ids, 0
         return plan
 
@@ -225,13 +244,17 @@ class Planner:
         self.acceptance.observe(request_ids, drafted, accepted)
 
     def _rates(self, survival: Floats, context: int) -> Floats:
-        if not self.per_request:
-            return uniform_rates(survival, self._widths, self.costs, self._query_rows, context)
-        return np.array([self._fitted(survival, at, context).rate for at in range(len(self.widths))])
+        return uniform_rates(survival, self._widths, self.costs, self._query_rows, context)
 
-    def _fitted(self, survival: Floats, at: int, context: int) -> Plan:
-        """Lengths by request up to width number ``at``, none at all unless that is well worth it."""
-        return fitted_plan(survival, self.widths[at], self.costs, int(self._query_rows[at]), context, worth=WORTH)
+    def _fitted(self, survival: Floats, context: int) -> list[Plan]:
+        """For each width lengths up to it, by request, none at all unless that is well worth it."""
+        requests = len(survival)
+        worth = WORTH * (1.0 - 1.0 / max(requests, 1))
+        priced = self.costs.by_rows(requests, requests * (1 + self.widths[-1]), context)
+        return [
+            fitted_plan(survival, width, self.costs, rows, context, worth=worth, priced=priced)
+            for width, rows in zip(self.widths, self._query_rows.tolist(), strict=True)
+        ]
 
     def _choose(self, rates: Floats) -> int:
         """Index of the width to stay with or to change to."""
@@ -245,25 +268,19 @@ class Planner:
         return self._held
 
     def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
-        """One step at the next wider or narrower width; then as long a wait as its cost asks for.
-
-        All requests alike, or where each may differ and none drafts, a few of them in turn.
-        """
-        upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
-        at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
-        if held and self._is_plain_unknown(len(request_ids)):
-            at = 0
-        width, requests = self.widths[at], len(request_ids)
-        lengths, rate = np.full(requests, width), float(rates[at])
+        """One step at the next wider or narrower width, or with drafts for some where there are none; then a wait by its cost."""
+        share = PROBE_SHARE
         if self.per_request and held == 0:
-            some = (np.arange(max(1, requests // FEW)) + self._turn) % requests
-            self._turn += len(some)
-            lengths[:] = 0
-            lengths[some] = width
-            tokens = requests + survival[some, :width].sum()
-            rows, drafted = np.array([requests + lengths.sum()]), len(some) * self._query_rows[at]
-            rate = tokens / float(self.costs.seconds(rows, drafted, context, requests)[0])
-        wait = max(0.0, 1.0 - rate / rates[held]) / PROBE_SHARE
+            at, lengths, rate = self._some(survival, context)
+            share *= max(self._at_stake(len(request_ids), context), 0.1)
+        else:
+            upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
+            at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
+            if held and self._is_plain_unknown(len(request_ids)):
+                at = 0
+            lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
+        width = self.widths[at]
+        wait = max(0.0, 1.0 - rate / rates[held]) / share
         if self._tried(width, lengths) >= ENOUGH:
             wait *= self._backoff
             self._backoff = min(2 * self._backoff, 8)
@@ -273,6 +290,26 @@ class Planner:
             hoped = survival[:, :width].sum(1).tolist()
             self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
         return Plan(width, lengths, rate, probe=True)
+
+    def _some(self, survival: Floats, context: int) -> tuple[int, Lengths, float]:
+        """A few requests in turn, at the width that is the best for them: its number, lengths of all, tokens per second."""
+        requests = len(survival)
+        some = (np.arange(max(1, requests // FEW)) + self._turn) % requests
+        self._turn += len(some)
+        tokens = requests + np.cumsum(survival[some].sum(0))[self._widths[1:] - 1]
+        rows, drafted = requests + len(some) * self._widths[1:], len(some) * self._query_rows[1:]
+        rates = tokens / self.costs.seconds(rows, drafted, context, requests)
+        at = 1 + int(np.argmax(rates))
+        lengths = np.zeros(requests, dtype=np.int64)
+        lengths[some] = self.widths[at]
+        return at, lengths, float(rates[at - 1])
+
+    def _at_stake(self, requests: int, context: int) -> float:
+        """What drafts at full width that are all accepted would gain over none, as a share of its rate."""
+        most = self.widths[-1]
+        rows, drafted = np.array([requests, requests * (1 + most)]), np.array([0, requests * self._query_rows[-1]])
+        plain, full = self.costs.seconds(rows, drafted, context, requests).tolist()
+        return float((1 + most) * plain / full - 1.0)
 
     def _is_plain_unknown(self, requests: int) -> bool:
         """Whether few steps without drafts were seen at this load, where none is timed at start-up: all are compared with it."""

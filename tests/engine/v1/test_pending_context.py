@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import Draft, Target
-
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_dflash.engine.pending_context import PendingContext
@@ -181,7 +180,7 @@ def test_nothing_is_verified_or_computed_for_no_drafts(engine, prompts, monkeypa
 
 
 def test_tokens_of_plain_steps_are_those_that_vllm_finds(engine, prompts, monkeypatch):
-    """Breaks if what is left out for plain steps finds another token, or is left out of a prefill in chunks, which samples none."""
+    """Breaks if what is left out for plain steps finds another token, or is left out of a prefill in chunks: it samples none."""
     base, seen = SpecDecodeBaseProposer.prepare_next_token_ids_padded, []
     real = engine.proposer.prepare_next_token_ids_padded
 
