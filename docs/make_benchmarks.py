@@ -113,8 +113,8 @@ def planner_cpu() -> str:
     head += ["whole run: planner / none", "K fixed / none"]
     text = (
         f"## CPU, the demo pair and the planner\n\nK = {provenance['k']}, {provenance['dtype']}, while all requests decode; a "
-        f"whole run ends with its slowest answer. At the commit below `auto` planned on CPUs too (arm *ours*); now it keeps K, "
-        f"and the planner has to be asked for. Medians of {rows[0]['repeats']}; {spread(rows)}.\n\n"
+        "whole run ends with its slowest answer. Arm *ours* has the planner on; `auto` keeps K on CPUs. "
+        f"Medians of {rows[0]['repeats']}; {spread(rows)}.\n\n"
     )
     return text + table(head, lines) + "\n" + source("planner_cpu", provenance)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_dflash.engine import capture_sizes
-from vllm_dflash.planner.planner import widths_up_to
+from vllm_dflash.planner.widths import widths_up_to
 
 VLLMS = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
@@ -45,7 +45,9 @@ def config(sizes=None, largest=None, *, static=None, v2=True):
     return SimpleNamespace(
         compilation_config=SimpleNamespace(**compilation),
         scheduler_config=SimpleNamespace(max_num_seqs=128, max_num_batched_tokens=8192),
-        speculative_config=SimpleNamespace(num_speculative_tokens=7, num_speculative_tokens_per_batch_size=None),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=7, num_speculative_tokens_per_batch_size=None, enable_adaptive_verification=True
+        ),
         use_v2_model_runner=v2,
     )
 

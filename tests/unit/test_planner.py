@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from vllm_dflash.planner.costs import RowCurve, StepCosts
-from vllm_dflash.planner.planner import Planner, draft_widths, fitted_plan, schedule_of, uniform_rates, widths_up_to
+from vllm_dflash.planner.planner import Planner, fitted_plan, uniform_rates
 from vllm_dflash.planner.record import LONGEST, Record
+from vllm_dflash.planner.widths import draft_widths, schedule_of, widths_up_to
 
 H200 = {"base": 5.3e-3, "knee": 184, "draft": 1.1e-3}
 CPU = {"base": 28e-3, "knee": 8, "draft": 6e-3}

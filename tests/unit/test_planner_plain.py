@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import Planner, widths_up_to
+from vllm_dflash.planner.planner import Planner
 from vllm_dflash.planner.trimmed import TrimmedPlanner
+from vllm_dflash.planner.widths import widths_up_to
 
 BARE = {1: 4.6, 32: 5.0, 64: 5.3, 128: 5.9, 256: 7.3, 512: 11.9, 1024: 22.3}
 """Milliseconds of the target's pass by rows, about those of an 8B model on an H200."""

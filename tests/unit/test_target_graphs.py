@@ -7,7 +7,7 @@ import pytest
 
 from vllm_dflash.engine.capture_sizes import with_verification
 from vllm_dflash.engine.target_graphs import offer_uniform_graphs
-from vllm_dflash.planner.planner import schedule_of, widths_up_to
+from vllm_dflash.planner.widths import schedule_of, widths_up_to
 
 VLLMS = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 

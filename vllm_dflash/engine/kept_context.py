@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_dflash.checkpoint import DraftConfig
 from vllm_dflash.engine.pending_context import PendingContext, why_at_once
 from vllm_dflash.engine.query_block import CommittedRows, drafted_for, within_limit
 
@@ -19,6 +20,8 @@ class KeptContext:
     vllm_config: Any
     kv_cache_gid: int
     block_size: int
+    dtype: torch.dtype
+    draft: DraftConfig
     _runner: Any
     _limit: int | None
     _compact: bool
@@ -32,32 +35,34 @@ class KeptContext:
         self._pending = None
         if at_once is None:
             self._pending = PendingContext(kv_cache_config.num_blocks, self.block_size, self._write_context, self._owned_blocks)
+            self._pending.reserve(torch.empty(0, self._aux_size, dtype=self.dtype))
 
-    def _keep_context(
-        self,
-        committed: CommittedRows,
-        target_hidden_states: torch.Tensor,
-        common: CommonAttentionMetadata,
-        drafting: torch.Tensor | None,
-    ) -> float:
-        """Write what has been committed, or, where rows may wait, what the requests that draft will read.
-
-        ``drafting``: bool [B], None for all. Returns the seconds that rows of earlier steps took.
-        """
+    def _keep_context(self, committed: CommittedRows, target_hidden_states: torch.Tensor) -> None:
+        """Write what a step has committed, or let it wait."""
         if self._limit is not None:
             committed = within_limit(committed, self._limit, compact=self._compact)
         if self._pending is not None:
             self._pending.add(committed, target_hidden_states)
-            if drafting is None or bool(drafting.any()):
-                new = committed.slots.shape[0]
-                return self._pending.write_for(common.block_table_tensor, committed.anchors, drafting, new)
-            return 0.0
+            return
         if committed.rows is not None:
             if committed.rows.numel() == 0:
-                return 0.0
+                return
             target_hidden_states = target_hidden_states[committed.rows]
         self._write_context(target_hidden_states, committed.positions, committed.slots)
-        return 0.0
+
+    def _catch_up(self, committed: CommittedRows, common: CommonAttentionMetadata, drafting: torch.Tensor | None) -> float:
+        """Write what waits and will be read by the requests that draft, bool [B] or None for all; after :meth:`_keep_context`.
+
+        Returns the seconds that rows of earlier steps took.
+        """
+        if self._pending is None or not (drafting is None or bool(drafting.any())):
+            return 0.0
+        return self._pending.write_for(common.block_table_tensor, committed.anchors, drafting)
+
+    @property
+    def _aux_size(self) -> int:
+        """U * H_target, values per row of aux states."""
+        return self.draft.target_hidden_size * len(self.model.captured_layers)
 
     def _write_context(self, target_hidden_states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Steps 1 and 2: fc over committed rows' aux states, then K/V of all layers into the cache."""

@@ -44,7 +44,7 @@ from vllm_dflash.engine.private_head import PrivateHead
 from vllm_dflash.engine.trimming import note_draft_times
 from vllm_dflash.engine.weight_update import keep_through_deep_sleep
 from vllm_dflash.planner import measured
-from vllm_dflash.planner.planner import draft_widths
+from vllm_dflash.planner.widths import draft_widths
 
 logger = init_logger("vllm.plugins.dflash")
 

@@ -3,12 +3,15 @@
 
 The runner decides by its configuration, not by the step: with a draft model it prepares verification and runs the rejection
 sampler over no drafts at all. Both know the other path, which ``None`` in the place of what is to be verified selects, and both
-paths sample the same: the row of each request goes through the same sampler.
+paths sample the same: the row of each request goes through the same sampler. Of what was sampled nothing has to be sorted out
+then, either (:class:`PlainSteps`).
 """
 
 import functools
 import time
 from typing import Any
+
+import torch
 
 
 class VerificationClock:
@@ -16,6 +19,25 @@ class VerificationClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+
+
+class PlainSteps:
+    """Mixin before ``SpecDecodeBaseProposer``, which looks up a token of every request in case that it sampled none."""
+
+    _compact: bool
+
+    def prepare_next_token_ids_padded(
+        self, sampled_token_ids: torch.Tensor, requests: Any, batch: Any, discarded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Next token and number of valid ones, int32 [B] each, of ``sampled_token_ids`` [B, n]; ``discarded``: bool [>= B]."""
+        count, width = sampled_token_ids.shape
+        if self._compact and width == 1 and not bool(discarded[:count].any()):
+            return sampled_token_ids[:, 0].int(), sampled_token_ids.new_ones(count, dtype=torch.int32)
+        base: Any = super()
+        found: tuple[torch.Tensor, torch.Tensor] = base.prepare_next_token_ids_padded(
+            sampled_token_ids, requests, batch, discarded
+        )
+        return found
 
 
 def sample_plainly(runner: Any) -> VerificationClock:

@@ -27,9 +27,10 @@ from vllm_dflash.engine.step_outcome import acceptance_of
 from vllm_dflash.options import read_options
 from vllm_dflash.planner import confidences, measured
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import OTHER_BATCH, Plan, Planner, draft_widths, schedule_of, widths_up_to
+from vllm_dflash.planner.planner import OTHER_BATCH, Plan, Planner
 from vllm_dflash.planner.record import Record
 from vllm_dflash.planner.trimmed import TrimmedPlanner
+from vllm_dflash.planner.widths import draft_widths, schedule_of, widths_up_to
 from vllm_dflash.plugin import claims
 
 logger = init_logger("vllm.plugins.dflash")

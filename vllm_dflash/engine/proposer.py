@@ -32,7 +32,7 @@ from vllm_dflash.engine.embedded_prompts import EmbeddedPrompts
 from vllm_dflash.engine.kept_context import KeptContext
 from vllm_dflash.engine.loading import compile_tag
 from vllm_dflash.engine.pair import drafted_context, resolve_draft
-from vllm_dflash.engine.plain_steps import VerificationClock, sample_plainly
+from vllm_dflash.engine.plain_steps import PlainSteps, VerificationClock, sample_plainly
 from vllm_dflash.engine.private_head import watch_updates
 from vllm_dflash.engine.query_block import CommittedRows, QueryBlock, committed_rows, place, query_block
 from vllm_dflash.engine.target_vocabulary import shared_vocabulary
@@ -42,7 +42,7 @@ from vllm_dflash.planner import measured
 logger = init_logger("vllm.plugins.dflash")
 
 
-class DFlashProposer(KeptContext, EmbeddedPrompts, SpecDecodeBaseProposer):
+class DFlashProposer(PlainSteps, KeptContext, EmbeddedPrompts, SpecDecodeBaseProposer):
     """Drafts K tokens per request with one pass over ``[anchor, mask x K]``.
 
     Raises:
@@ -114,14 +114,7 @@ class DFlashProposer(KeptContext, EmbeddedPrompts, SpecDecodeBaseProposer):
         slot_mappings: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Run the step's heavy parts without storing: memory profiling, compilation, DP ranks without requests."""
-        states = self.model.combine_hidden_states(
-            torch.zeros(
-                num_tokens,
-                self.draft.target_hidden_size * len(self.model.captured_layers),
-                dtype=self.dtype,
-                device=self.device,
-            )
-        )
+        states = self.model.combine_hidden_states(torch.zeros(num_tokens, self._aux_size, dtype=self.dtype, device=self.device))
         self.model.precompute_and_store_context_kv(states, states.new_zeros(num_tokens, dtype=torch.int64), None)
         rows = min(num_tokens, self.max_query_tokens)
         names = self._draft_attn_layer_names
@@ -175,10 +168,11 @@ class DFlashProposer(KeptContext, EmbeddedPrompts, SpecDecodeBaseProposer):
             num_rejected_tokens_gpu,
             compact=self._compact,
         )
-        drafting = self._drafting(committed.anchors) if num_speculative_tokens else torch.zeros_like(committed.anchors).bool()
-        began += self._keep_context(committed, target_hidden_states, common_attn_metadata, drafting)
+        self._keep_context(committed, target_hidden_states)
         if num_speculative_tokens == 0:
             return next_token_ids.new_empty((next_token_ids.shape[0], 0), dtype=torch.int64)
+        drafting = self._drafting(committed.anchors)
+        began += self._catch_up(committed, common_attn_metadata, drafting)
         block = self._query_block(committed, next_token_ids, common_attn_metadata, drafting)
         if block.sample_rows is not None and block.sample_rows.numel() == 0:
             if not self._skip_prefill:  # other data-parallel ranks wait for this one in their forward

@@ -79,8 +79,11 @@ def committed_rows(
         num_rejected: int32 [B] trailing rejected rows, None when the runner left them out already.
         compact: leave rejected rows out instead of padding them.
     """
-    starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
     total = slots.shape[0]
+    if compact and num_rejected is None and total == seq_lens.shape[0]:  # one row of each request
+        anchors = seq_lens.long()
+        return CommittedRows(None, anchors - 1, slots, anchors)
+    starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
     rows = torch.arange(total, device=slots.device)
     positions = rows + torch.repeat_interleave(seq_lens.long() - ends, ends - starts, output_size=total)
     if num_rejected is None:

@@ -35,10 +35,11 @@ class AcceptanceStats:
 
     Args:
         max_width: K, drafts per step at most.
+        hope: standard deviations of the mean of a batch that its log-odds are taken above the most likely ones.
     """
 
-    def __init__(self, max_width: int) -> None:
-        self.max_width = max_width
+    def __init__(self, max_width: int, hope: float = 0.0) -> None:
+        self.max_width, self.hope = max_width, hope
         self._row_of: dict[str, int] = {}
         self._free: list[int] = []
         self._counts: Array = np.zeros((0, 2 * max_width))  # tries, then hits
@@ -114,14 +115,16 @@ class AcceptanceStats:
         width = self.max_width
         population = self._population()
         rows = np.fromiter((self._row_of.get(name, -1) for name in request_ids), dtype=np.int64, count=len(request_ids))
-        if not self._counts.shape[0]:
-            return np.tile(population, (len(rows), 1))
-        counts = self._counts.take(np.maximum(rows, 0), axis=0)
+        known = self._counts if len(self._counts) else np.zeros((1, 2 * width))
+        counts = known.take(np.maximum(rows, 0), axis=0)
         counts[rows < 0] = 0.0
         tries, hits = counts[:, :width], counts[:, width:]
         odds = log_odds(population)
         common = _moved(odds, tries.sum(0, keepdims=True), hits.sum(0, keepdims=True), 0.0, COMMON)
-        expected = rate(odds + _moved(odds, tries, hits, float(common[0]), SPREAD)[:, None])
+        moved = _moved(odds, tries, hits, float(common[0]), SPREAD)
+        if self.hope:
+            moved += self.hope * _uncertain(odds + moved[:, None], tries, SPREAD) / len(rows) ** 0.5
+        expected = rate(odds + moved[:, None])
         rates: Array = (hits + SHRINK * expected) / (tries + SHRINK)
         return rates
 
@@ -171,3 +174,10 @@ def _moved(odds: Array, tries: Array, hits: Array, mean: float, spread: float) -
         curvature = (tries * rates * (1 - rates)).sum(1) + 1 / spread**2
         moved = moved + np.clip(slope / curvature, -1.5, 1.5)
     return moved
+
+
+def _uncertain(odds: Array, tries: Array, spread: float) -> Array:
+    """[R]: standard deviation of what :func:`_moved` finds, by the curvature where it ended; ``odds`` [R, K] of that place."""
+    rates = rate(odds)
+    deviation: Array = ((tries * rates * (1 - rates)).sum(1) + 1 / spread**2) ** -0.5
+    return deviation

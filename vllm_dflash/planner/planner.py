@@ -28,8 +28,12 @@ MARGIN = 0.02
 LARGE_GAIN, DWELL = 0.10, 8
 """Smaller gains wait this many steps after a change; larger ones (the load jumped) do not."""
 WORTH = 0.10
-"""What drafts for some requests must promise over none at all: the luckiest of many look better than they are, and context that
-waited for them is computed first."""
+"""What drafts for some of many requests must promise over none at all: the luckiest look better than they are. For R of them
+``WORTH * (1 - 1 / R)``, as one alone is no luckier than others."""
+HOPE = 1.5
+"""Where lengths differ by request: standard deviations by which a batch is thought better than its drafts so far tell. Drafts
+teach, plain steps do not: what is given up too late is soon seen, what is given up too soon is not. It is the deviation of the
+mean of R requests: one request is tried for long, of many the mean is soon known."""
 REPLAN = (6, 64)
 """Fewest and most steps that a plan serves while the batch stays nearly the same; a batch that has just come together is planned
 for again after half as many steps as it has run."""
@@ -40,7 +44,8 @@ LATE = 2
 OTHER_BATCH = 8
 """A batch that has grown or shrunk by one part in as many is planned for anew, whatever the number of steps."""
 PROBE_SHARE = 0.01
-"""Part of the time that may go to trying a neighbouring width: what is not tried is not known."""
+"""Part of the time that may go to trying a neighbouring width: what is not tried is not known. Of a batch without drafts whose
+lengths may differ: part of what drafts that are all accepted would gain, much for one request and little for many."""
 PROBE_EVERY = (16, 1024)
 """Fewest and most steps between two probes."""
 ENOUGH = 4
@@ -51,10 +56,6 @@ PLAIN_STEPS = 3
 """Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
 _SHARES = 4
 """Numbers of drafting requests that are tried, as parts of the batch."""
-_LADDER = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-_GRAPH_LADDER = (1, 2, 3, 7, 15, 31, 63)
-"""Where each width has its own graphs of the target, some 50: at K = 15 and 256 requests 284 of them, 373 with 5 and 11 too. By
-the roofline of an H200, leaving out 2 costs 5 % at 64 requests, and leaving out 11 costs 13 % at 16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,18 +75,6 @@ class Plan:
     probe: bool = False
 
 
-def widths_up_to(max_width: int, limit: int | None = None) -> tuple[int, ...]:
-    """Widths to choose from, ascending: 0, a ladder, and ``max_width``.
-
-    ``limit``: widths have graphs of their own, so the ladder is coarse; at most this many, the middle goes first.
-    """
-    ladder = _LADDER if limit is None else _GRAPH_LADDER
-    widths = [0, *(w for w in ladder if w < max_width), max_width]
-    while limit is not None and len(widths) > max(limit, 1):
-        del widths[len(widths) // 2 if len(widths) > 2 else 0]
-    return tuple(widths)
-
-
 def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
     """Tokens per second where every request drafts and verifies the same number of tokens, for each of ``widths``.
 
@@ -98,16 +87,25 @@ def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_row
     return rates
 
 
-def fitted_plan(survival: Floats, width: int, costs: StepCosts, query_rows: int, context: int, *, worth: float = 0.0) -> Plan:
+def fitted_plan(
+    survival: Floats,
+    width: int,
+    costs: StepCosts,
+    query_rows: int,
+    context: int,
+    *,
+    worth: float = 0.0,
+    priced: tuple[Floats, Floats] | None = None,
+) -> Plan:
     """Lengths up to ``width`` by request, ``survival`` [R, >= width]; requests of length 0 are not drafted for.
 
     None is drafted for at all where that does not promise ``worth``, a share, over plain decoding. Positions are admitted in the
     order of their survival, among the most promising requests only, for several numbers of them: each request that drafts pays
-    for its ``query_rows``.
+    for its ``query_rows``. ``priced``: what ``costs.by_rows`` says of enough rows, where it is known already.
     """
     requests = survival.shape[0]
     ranked = np.argsort(-survival[:, :width].sum(1), kind="stable")
-    grid, verify = costs.by_rows(requests, requests * (1 + width), context)
+    grid, verify = priced or costs.by_rows(requests, requests * (1 + width), context)
     best = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(verify[0]))
     least = (1 + worth) * best.rate
     if not width:
@@ -144,7 +142,7 @@ class Planner:
     ) -> None:
         self.widths = tuple(widths)
         self.costs = costs
-        self.acceptance = AcceptanceStats(self.widths[-1])
+        self.acceptance = AcceptanceStats(self.widths[-1], HOPE if per_request else 0.0)
         self.per_request = per_request
         self._widths = np.array(self.widths)
         self._query_rows = np.array([rows_of(width) if width else 0 for width in self.widths])
@@ -159,6 +157,7 @@ class Planner:
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
         self._plain_left = 0
+        self._met: set[str] = set()  # the requests of the last plan
         self._probed: dict[str, float] = {}
 
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
@@ -173,7 +172,9 @@ class Planner:
             return Plan(0, np.zeros(len(request_ids), dtype=np.int64), 0.0, probe=True)
         plan = self._current
         self._age += 1
-        due = self._served >= min(self._serves, max(self._age // 2, REPLAN[0] // 2))
+        # Nothing more is known of requests that are not drafted for: their plan stays until the next probe, or others come.
+        serves = REPLAN[1] if self.per_request and plan is not None and not plan.width else self._serves
+        due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2))
         other = self._is_other(request_ids)
         if plan is None or other or due or self._wait <= 0 or self.costs.late > LATE:
             self._age = 0 if other else self._age
@@ -208,17 +209,19 @@ class Planner:
 
     def _replan(self, request_ids: list[str], context: int) -> Plan:
         survival = self.acceptance.survival(request_ids)
-        rates = self._rates(survival, context)
+        plans = self._fitted(survival, context) if self.per_request else []
+        rates = np.array([plan.rate for plan in plans]) if plans else self._rates(survival, context)
         held = self._choose(rates)
         if self.per_request and rates[held] <= rates[0]:
             held = self._held = 0  # the width that was held drafts for nobody
+        if self.per_request and self._met.isdisjoint(request_ids) and held == 0:
+            self._wait, self._backoff = 0, 1  # other text: what those before it were like says little
+        self._met = set(request_ids)
         self._current = None
         if self._wait <= 0 and request_ids:
             return self._probe(rates, held, survival, request_ids, context)
-        if self.per_request:
-            plan = self._fitted(survival, held, context)
-        else:
-            plan = Plan(self.widths[held], np.full(len(request_ids), self.widths[held]), float(rates[held]))
+        alike = self.widths[held]
+        plan = plans[held] if plans else Plan(alike, np.full(len(request_ids), alike), float(rates[held]))
         self._current, self._planned_for, self._served = plan, request_ids, 0
         return plan
 
@@ -238,13 +241,17 @@ class Planner:
         self._probed = {}
 
     def _rates(self, survival: Floats, context: int) -> Floats:
-        if not self.per_request:
-            return uniform_rates(survival, self._widths, self.costs, self._query_rows, context)
-        return np.array([self._fitted(survival, at, context).rate for at in range(len(self.widths))])
+        return uniform_rates(survival, self._widths, self.costs, self._query_rows, context)
 
-    def _fitted(self, survival: Floats, at: int, context: int) -> Plan:
-        """Lengths by request up to width number ``at``, none at all unless that is well worth it."""
-        return fitted_plan(survival, self.widths[at], self.costs, int(self._query_rows[at]), context, worth=WORTH)
+    def _fitted(self, survival: Floats, context: int) -> list[Plan]:
+        """For each width lengths up to it, by request, none at all unless that is well worth it."""
+        requests = len(survival)
+        worth = WORTH * (1.0 - 1.0 / max(requests, 1))
+        priced = self.costs.by_rows(requests, requests * (1 + self.widths[-1]), context)
+        return [
+            fitted_plan(survival, width, self.costs, rows, context, worth=worth, priced=priced)
+            for width, rows in zip(self.widths, self._query_rows.tolist(), strict=True)
+        ]
 
     def _choose(self, rates: Floats) -> int:
         """Index of the width to stay with or to change to."""
@@ -258,25 +265,19 @@ class Planner:
         return self._held
 
     def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
-        """One step at the next wider or narrower width, or some without drafts; then as long a wait as its cost asks for.
-
-        All requests alike, or where each may differ and none drafts, a few of them in turn.
-        """
-        upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
-        at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
-        if held and self._is_plain_unknown(len(request_ids), float(rates[held])):
-            at, self._plain_left = 0, 0 if self.per_request else PLAIN_STEPS - 1
-        width, requests = self.widths[at], len(request_ids)
-        lengths, rate = np.full(requests, width), float(rates[at])
+        """One step at the next wider or narrower width, or with drafts for some where there are none; then a wait by its cost."""
+        share = PROBE_SHARE
         if self.per_request and held == 0:
-            some = (np.arange(max(1, requests // FEW)) + self._turn) % requests
-            self._turn += len(some)
-            lengths[:] = 0
-            lengths[some] = width
-            tokens = requests + survival[some, :width].sum()
-            rows, drafted = np.array([requests + lengths.sum()]), len(some) * self._query_rows[at]
-            rate = tokens / float(self.costs.seconds(rows, drafted, context, requests)[0])
-        wait = max(0.0, 1.0 - rate / rates[held]) / PROBE_SHARE
+            at, lengths, rate = self._some(survival, context)
+            share *= max(self._at_stake(len(request_ids), context), 0.1)
+        else:
+            upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
+            at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
+            if held and self._is_plain_unknown(len(request_ids), float(rates[held])):
+                at, self._plain_left = 0, 0 if self.per_request else PLAIN_STEPS - 1
+            lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
+        width = self.widths[at]
+        wait = max(0.0, 1.0 - rate / rates[held]) / share
         if self._plain_left:
             wait = 0.0  # twice for each load: neighbours do not wait for that
         elif self._tried(width, lengths) >= ENOUGH:
@@ -289,6 +290,26 @@ class Planner:
             self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
         return Plan(width, lengths, rate, probe=True)
 
+    def _some(self, survival: Floats, context: int) -> tuple[int, Lengths, float]:
+        """A few requests in turn, at the width that is the best for them: its number, lengths of all, tokens per second."""
+        requests = len(survival)
+        some = (np.arange(max(1, requests // FEW)) + self._turn) % requests
+        self._turn += len(some)
+        tokens = requests + np.cumsum(survival[some].sum(0))[self._widths[1:] - 1]
+        rows, drafted = requests + len(some) * self._widths[1:], len(some) * self._query_rows[1:]
+        rates = tokens / self.costs.seconds(rows, drafted, context, requests)
+        at = 1 + int(np.argmax(rates))
+        lengths = np.zeros(requests, dtype=np.int64)
+        lengths[some] = self.widths[at]
+        return at, lengths, float(rates[at - 1])
+
+    def _at_stake(self, requests: int, context: int) -> float:
+        """What drafts at full width that are all accepted would gain over none, as a share of its rate."""
+        most = self.widths[-1]
+        rows, drafted = np.array([requests, requests * (1 + most)]), np.array([0, requests * self._query_rows[-1]])
+        plain, full = self.costs.seconds(rows, drafted, context, requests).tolist()
+        return float((1 + most) * plain / full - 1.0)
+
     def _is_plain_unknown(self, requests: int, rate: float) -> bool:
         """Whether few steps without drafts were seen at this load, where they might do better than ``rate``."""
         if self.per_request:
@@ -298,28 +319,3 @@ class Planner:
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""
         return self.costs.seen(len(lengths) + int(lengths.sum()), len(lengths))
-
-
-def draft_widths(max_width: int, anchors: int) -> tuple[int, ...]:
-    """Widths with a draft pass of their own, ascending, ``max_width`` last: 2, 4, 8, 16 ... rows.
-
-    ``anchors``: rows among them that draft nothing, 1 or 0. A width in between runs the next one and drops what it does not need.
-    From 128 requests on, where few drafts pay, a pass of 4 rows for the one draft of width 1 would waste 10 % of a step.
-    """
-    return (*(rows - anchors for rows in (2, 4, 8, 16, 32, 64) if rows - anchors < max_width), max_width)
-
-
-def schedule_of(max_width: int, max_requests: int) -> list[tuple[int, int, int]]:
-    """A table of vLLM's form (first batch size, last, width) that names every width the planner may choose.
-
-    vLLM captures full graphs of the target for the widths in it. Without a planner it would be obeyed as it stands, so it gives
-    each batch size the widest that stays near the knee of an H200.
-    """
-    widths = widths_up_to(max_width, max_requests)
-    table, first = [], 1
-    for place, width in enumerate(reversed(widths)):
-        rest = len(widths) - 1 - place
-        last = max_requests - rest if rest == 0 else min(max(first, 2 * 184 // (width + 1)), max_requests - rest)
-        table.append((first, last, width))
-        first = last + 1
-    return table

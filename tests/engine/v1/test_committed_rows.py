@@ -34,6 +34,20 @@ def test_without_rejected_rows_every_row_is_committed():
     assert (found.positions.tolist(), found.anchors.tolist()) == (POSITIONS, [40, 5])
 
 
+def test_one_row_of_each_request_is_counted_as_any_number():
+    """Breaks when the short way of plain decoding finds other positions or anchors."""
+    starts, lengths, slots = (
+        torch.arange(4, dtype=torch.int32),
+        torch.tensor([40, 5, 1], dtype=torch.int32),
+        torch.tensor([9, 3, 7]),
+    )
+    short, full = (committed_rows(starts, lengths, slots, None, compact=compact) for compact in (True, False))
+    assert short.rows is full.rows is None
+    for name in ("positions", "slots", "anchors"):
+        ours, theirs = getattr(short, name), getattr(full, name)
+        assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())
+
+
 def test_no_query_row_lands_on_a_committed_token():
     """Breaks when anchors lag behind the token index: the query rows would overwrite the context's keys."""
     committed = committed_rows(STARTS, SEQ_LENS, SLOTS, REJECTED, compact=True)
