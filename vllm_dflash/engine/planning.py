@@ -258,7 +258,7 @@ class StepPlanning:
         sampled = getattr(runner_output, "sampled_token_ids", None)
         if self._unlearnt:
             self._unlearnt -= 1
-        elif sampled and output.scheduled_spec_decode_tokens:
+        elif sampled and output.scheduled_spec_decode_tokens and self._trimmed is None:  # counts of cut drafts say nothing
             self.planner.observe(*acceptance_of(output, runner_output.req_ids, sampled))
         if output.finished_req_ids:
             self.planner.acceptance.forget(output.finished_req_ids)
