@@ -243,6 +243,13 @@ HOOKS: tuple[Hook, ...] = (
         until="never, while Model Runner V2 owns graph memory",
     ),
     Hook(
+        path="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+        moment="v2",
+        why="its tables are completed once the target's graphs exist: uniform batches of several widths find every graph that "
+        "holds them (engine/target_graphs.py)",
+        until="dispatch looks beyond the next larger number of tokens",
+    ),
+    Hook(
         path="vllm.model_executor.utils:replace_parameter",
         moment="v2",
         params=("layer", "param_name", "new_tensor"),

@@ -91,6 +91,32 @@ def test_where_drafting_pays_trying_without_costs_little(kind):
         assert best < (0.5 if requests == 8 else 0.75)
 
 
+@pytest.mark.parametrize("kind", ["equal", "trimmed"])
+def test_what_is_never_seen_is_not_tried_for_ever(kind):
+    """Breaks if a busy server, whose steps have prefills in them and tell no time, runs without drafts again and again."""
+    planner, names, widths = make(kind), [str(number) for number in range(128)], []
+    for step in range(600):
+        width = planner.plan(names, 0).width
+        widths.append(width)
+        rows = 128 * (1 + width)
+        if width and step < 20:
+            planner.costs.observe(rows, rows, 0, (bare(rows) + draft(rows) + 10.0) / 1e3, 128)
+        if width and kind == "trimmed":
+            planner.note(names, np.full((128, width), 0.75))
+    assert max(widths) > 0
+    assert 3 <= widths.count(0) <= 12  # two probes of three steps, and 1 % of the steps as neighbours of 1
+
+
+def test_a_held_width_begins_and_ends_at_once():
+    """Breaks if steps of an unfinished probe follow a width that was held."""
+    planner, names = make("equal"), [str(number) for number in range(128)]
+    while not planner.plan(names, 0).probe:
+        pass
+    planner.hold(7)
+    planner.hold(None)
+    assert not planner.plan(names, 0).probe
+
+
 def test_plain_steps_are_told_from_steps_that_draft():
     """Breaks if a step that verifies nothing but drafts, or one that verifies and drafts nothing, counts as plain."""
     costs = measured_costs()

@@ -8,6 +8,7 @@ import pytest
 from vllm_dflash.engine.capture_sizes import with_verification
 from vllm_dflash.engine.target_graphs import offer_uniform_graphs
 from vllm_dflash.planner.widths import schedule_of, widths_up_to
+from vllm_dflash.planner_patches import _offer_graphs
 
 VLLMS = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
@@ -64,11 +65,9 @@ def piecewise(manager, widths, sizes, max_requests):
 @pytest.mark.parametrize(("k", "max_requests"), [(7, 256), (15, 128), (5, 64), (4, 200)])
 def test_every_width_finds_a_graph_for_every_batch(k, max_requests):
     """Breaks if batches whose rows lie below a graph of other widths run piecewise: 85 requests of 3 rows in the first case."""
-    from vllm.config import CUDAGraphMode
-
     manager, widths, sizes = manager_of(k, max_requests)
     assert piecewise(manager, widths, sizes, max_requests)  # vLLM's tables alone
-    offer_uniform_graphs(manager._candidates, manager._capture_descs[CUDAGraphMode.FULL])
+    _offer_graphs(SimpleNamespace(cudagraph_manager=manager))
     assert piecewise(manager, widths, sizes, max_requests) == []
 
 

@@ -218,3 +218,20 @@ def test_neighbours_are_probed_in_turn_and_less_and_less():
     assert {width for _, width in probes} == {1, 7}
     gaps = np.diff([step for step, _ in probes])
     assert np.median(gaps[-4:]) > 2 * np.median(gaps[:4])
+
+
+def test_a_wider_probe_is_judged_by_its_own_confidences():
+    """Breaks if confidences of the steps before, which come after the probe was planned, stand for it."""
+    planner, names = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1), [str(number) for number in range(4)]
+    planner._probed, planner._probed_width, planner._wait = dict.fromkeys(names, 1.0), 7, 100
+    planner.note(names, np.full((4, 3), 0.99))
+    assert planner._wait == 100
+    planner.note(names, np.full((4, 7), 0.99))
+    assert planner._wait == 0
+
+
+def test_survival_of_hopeless_drafts_is_a_number():
+    """Breaks if products that vanish are divided by each other: the planner would choose what is no rate at all."""
+    stats = ConfidenceStats(63)
+    stats.note(["a"], np.full((1, 63), 1e-9))
+    assert np.isfinite(stats.survival(["a"])).all()

@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_dflash.engine import verify_lengths
 
@@ -19,11 +20,14 @@ def config(**changes):
         parallel_config=SimpleNamespace(world_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=256),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        attention_config=SimpleNamespace(backend=None),
+        attention_config=SimpleNamespace(backend=None, flash_attn_version=None),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)),
-        model_config=SimpleNamespace(is_moe=False, use_mla=False, get_head_size=lambda: 128),
+        model_config=SimpleNamespace(is_moe=False, use_mla=False, get_head_size=lambda: 128, dtype=torch.bfloat16),
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=7, rejection_sample_method="standard", enable_adaptive_verification=False
+            num_speculative_tokens=7,
+            rejection_sample_method="standard",
+            enable_adaptive_verification=False,
+            use_local_argmax_reduction=False,
         ),
     )
     for path, value in changes.items():
@@ -40,6 +44,7 @@ def hopper(monkeypatch):
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (9, 0))
     monkeypatch.setattr(verify_lengths, "current_platform", platform)
     monkeypatch.setattr(verify_lengths, "why_fixed", lambda _: None)
+    monkeypatch.setattr(verify_lengths, "_has_version_3", lambda: True)
     return platform
 
 
@@ -63,6 +68,10 @@ def test_lengths_differ_where_that_is_known_to_run():
         ({"use_v2_model_runner": False}, "V1"),
         ({"attention_config__backend": SimpleNamespace(name="FLASHINFER")}, "FlashAttention"),
         ({"model_config__use_mla": True}, "FlashAttention"),
+        ({"attention_config__flash_attn_version": 2}, "FlashAttention 3"),
+        ({"model_config__dtype": torch.float32}, "FlashAttention"),
+        ({"speculative_config__use_local_argmax_reduction": True}, "logits"),
+        ({"model_config__is_submodel_config": True}, "part"),
         ({"model_config__get_head_size": lambda: 512}, "FlashAttention"),
         ({"model_config__is_moe": True}, "dense"),
         ({"lora_config": object()}, "adapters"),
@@ -86,6 +95,37 @@ def test_other_machines_verify_alike(hopper, cuda, capability):
     """Breaks if a machine gets by default what was never tried on its kind."""
     hopper.is_cuda, hopper.get_device_capability = (lambda: cuda), (lambda: capability)
     assert "Hopper" in verify_lengths.why_equal(config())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_build_without_version_3_verifies_alike(monkeypatch):
+    """Breaks if an engine asks for graphs of varying lengths that FlashAttention 2 has not: it would not start."""
+    monkeypatch.setattr(verify_lengths, "_has_version_3", lambda: False)
+    assert not chosen(config())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_reason_that_comes_with_it_takes_it_back(monkeypatch):
+    """Breaks if lengths differ while the planner that they are for has gone: vLLM's own, unasked for."""
+    asked = lambda config: "a reason" if config.speculative_config.enable_adaptive_verification else None  # noqa: E731
+    monkeypatch.setattr(verify_lengths, "why_fixed", asked)
+    assert not chosen(config())
+
+
+def test_every_field_that_is_read_is_vllms():
+    """Breaks if a field has another name in vLLM than in the fake above."""
+    import dataclasses
+
+    from vllm.config import AttentionConfig, ModelConfig, SpeculativeConfig
+
+    read = {
+        AttentionConfig: {"backend", "flash_attn_version"},
+        ModelConfig: {"dtype", "is_submodel_config", "return_sampling_mask"},
+        SpeculativeConfig: {"rejection_sample_method", "use_local_argmax_reduction", "enable_adaptive_verification"},
+    }
+    for kind, names in read.items():
+        assert names <= {field.name for field in dataclasses.fields(kind)}
+    assert all(hasattr(ModelConfig, name) for name in ("is_moe", "use_mla", "get_head_size"))
 
 
 def test_a_planner_that_is_off_decides_no_lengths(hopper, monkeypatch):

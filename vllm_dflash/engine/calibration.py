@@ -16,6 +16,10 @@ STRIDE = 3.0
 """Log-odds by which a bias moves in one round at most, and the factor of a slope."""
 FARTHEST = 6.0
 """Bias beyond which nothing is gained: 0.2 % is never, and the way back is two rounds."""
+FLATTEST, USUAL = 0.05, 0.5
+"""Slope from which a factor still leads back, and the one to begin with: coefficients lie in memory that a deep sleep drops."""
+_ONE_WARP = 256
+"""Requests that vLLM's kernel counts with one warp; more of them, in powers of two, are programs of their own."""
 
 
 class SteadyFit:
@@ -29,24 +33,28 @@ class SteadyFit:
         self._estimator, self._step = estimator, estimator.step
         estimator.REFIT_INTERVAL = REFIT_EVERY
         estimator.step = self.step
-        self._slope, self._intercepts = estimator.slope.clone(), estimator.intercepts.clone()
         self._compile()
-
-    def _compile(self) -> None:
-        """One round over a request that verifies nothing: its kernels are compiled before the engine serves."""
-        none, device = torch.zeros(1, dtype=torch.int32, device=self._slope.device), self._slope.device
-        for _ in range(REFIT_EVERY):
-            self.step(torch.zeros(1, dtype=torch.int64, device=device), none + 1, none)
 
     def step(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
         """As vLLM's: idx_mapping int64 [B] request states, num_sampled and num_rejected int32 [B] of the verification."""
         estimator = self._estimator
-        rounds = estimator._refits
-        self._step(idx_mapping, num_sampled, num_rejected)
-        if estimator._refits == rounds:
+        if estimator._steps_since_refit + 1 < REFIT_EVERY:
+            self._step(idx_mapping, num_sampled, num_rejected)
             return
-        slope, intercepts = estimator.slope, estimator.intercepts
-        torch.clamp(slope, self._slope / STRIDE, self._slope * STRIDE, out=slope)
-        torch.clamp(intercepts, self._intercepts - STRIDE, self._intercepts + STRIDE, out=intercepts).clamp_(-FARTHEST, FARTHEST)
-        self._slope.copy_(slope)
-        self._intercepts.copy_(intercepts)
+        slope, intercepts = estimator.slope.clone(), estimator.intercepts.clone()
+        self._step(idx_mapping, num_sampled, num_rejected)
+        torch.clamp(estimator.slope, slope / STRIDE, slope * STRIDE, out=estimator.slope)
+        estimator.slope.nan_to_num_(nan=USUAL).clamp_(min=FLATTEST)
+        torch.clamp(estimator.intercepts, intercepts - STRIDE, intercepts + STRIDE, out=estimator.intercepts)
+        estimator.intercepts.nan_to_num_(nan=0.0).clamp_(-FARTHEST, FARTHEST)
+
+    def _compile(self) -> None:
+        """One round over requests that verify nothing: its kernels are compiled before the engine serves, for every batch."""
+        most, device = self._estimator.features.shape[0], self._estimator.slope.device
+        sizes = [1]
+        while max(sizes[-1], _ONE_WARP) < most:
+            sizes.append(min(2 * max(sizes[-1], _ONE_WARP), most))
+        for number in range(max(REFIT_EVERY, len(sizes))):
+            requests = sizes[min(number, len(sizes) - 1)]
+            none = torch.zeros(requests, dtype=torch.int32, device=device)
+            self.step(torch.zeros(requests, dtype=torch.int64, device=device), none + 1, none)

@@ -70,8 +70,12 @@ def prepare_cut(manager: Any) -> None:
     # Batch-sharded sampling wants the counts on the host too, by a copy and an event of vLLM's.
     if too_large or getattr(manager, "_copy_admitted_drafts_to_host", False):
         compile_cuts(manager)
-    else:
+        return
+    try:
         DraftBudget(manager).install()
+    except Exception:
+        compile_cuts(manager)  # vLLM's serves then
+        raise
 
 
 @torch.inference_mode()

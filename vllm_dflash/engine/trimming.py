@@ -93,23 +93,30 @@ class Trimming:
     def record_confidences(self, confidence_probs: Any, input_batch: Any) -> None:
         """As vLLM's, called once per step after the draft pass; the copy of the step before has arrived by then."""
         self._record(confidence_probs, input_batch)
-        drafted_for, count = self._drafted_for, input_batch.num_reqs
+        (names, slots), count = self._drafted_for, input_batch.num_reqs
         decoding = np.flatnonzero(~input_batch.is_prefilling_np[:count])  # others may have no drafts yet
-        names = [input_batch.req_ids[at] for at in decoding.tolist()]
-        self._drafted_for = names, input_batch.idx_mapping_np[:count][decoding]
-        names, slots = drafted_for
+        now = [input_batch.req_ids[at] for at in decoding.tolist()]
+        # The same list while the batch is: whoever counts several steps tells batches by it.
+        self._drafted_for = names if now == names else now, input_batch.idx_mapping_np[:count][decoding]
         if not names:
             return
         manager = self._manager
         seen = manager._stale_confidences[manager._stale_idx].np[slots]
         width = int(((seen > 0).mean(0) > 0.5).sum())  # all requests of a step draft alike
-        if width:
-            # A slot that a new request has taken meanwhile was set to 1 throughout.
-            drafted = np.flatnonzero((seen[:, :width] > 0).all(1) & (seen < 1).any(1))
-            if drafted.size:
-                news = seen[drafted, :width].astype(np.float64)
-                self._usual.note(news)
-                confidences.record_confidences([names[at] for at in drafted.tolist()], news)
+        if not width:
+            return
+        at_home = manager.req_states.req_id_to_index
+        drafted = (seen[:, :width] > 0).all(1) & [at_home.get(name) == slot for name, slot in zip(names, slots, strict=True)]
+        if drafted.all():
+            self._record_news(names, seen[:, :width])
+        elif drafted.any():
+            self._record_news([name for name, here in zip(names, drafted.tolist(), strict=True) if here], seen[drafted, :width])
+
+    def _record_news(self, names: list[str], seen: Any) -> None:
+        """Hand over what is known of a step: fp32 [len(names), its width]."""
+        news = seen.astype(np.float64)
+        self._usual.note(news)
+        confidences.record_confidences(names, news)
 
     def _price(self, width: int, requests: int) -> None:
         """Have the manager reckon with the draft pass that this width runs, and with what steps of so many requests take."""

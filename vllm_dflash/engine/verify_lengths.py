@@ -8,9 +8,11 @@ sets vLLM's own ``enable_adaptive_verification`` gets it wherever vLLM has it.
 
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_dflash import hooks
 from vllm_dflash.engine.planning import KNEE_GPU, why_fixed
 from vllm_dflash.options import read_options
 
@@ -26,15 +28,18 @@ def why_equal(vllm_config: Any) -> str | None:
     reasons = {
         'option "verify_lengths" is equal': read_options(vllm_config.additional_config).verify_lengths == "equal",
         "the planner is off": why_fixed(vllm_config) is not None,
+        "vLLM differs where adaptive verification is prepared": hooks.V2_CAPTURED.problem() is not None,
         "model runner V1 has no varying lengths in graphs": not vllm_config.use_v2_model_runner,
         "tried on Hopper alone": not current_platform.is_cuda() or current_platform.get_device_capability() != _HOPPER,
-        "tried with FlashAttention alone": not _is_flash_attention(vllm_config),
         "the target is no dense one": bool(model.is_moe),
+        "this is a part of a target": bool(getattr(model, "is_submodel_config", False)),
+        "tried with FlashAttention 3 alone": not _is_flash_attention(vllm_config),
         "there are adapters": vllm_config.lora_config is not None,
         "there are several workers": parallel.world_size > 1,
         "there are no full CUDA graphs": not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         "the KV cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
         "acceptance is another than by probability": speculative.rejection_sample_method != "standard",
+        "drafts are picked without logits": bool(speculative.use_local_argmax_reduction),
         "masks of sampling are to be returned": bool(getattr(model, "return_sampling_mask", False)),
         "no batch has more rows than are free": rows <= KNEE_GPU,
     }
@@ -49,13 +54,26 @@ def choose(vllm_config: Any) -> None:
     reason = why_equal(vllm_config)
     if reason is None:
         speculative.enable_adaptive_verification = True
-    else:
+        reason = why_fixed(vllm_config)  # with it there may be another
+        speculative.enable_adaptive_verification = reason is None
+    if reason is not None:
         logger.debug("DFlash planner: all requests of a step verify alike; %s", reason)
 
 
 def _is_flash_attention(vllm_config: Any) -> bool:
-    """Whether the target's layers run in FlashAttention: it is vLLM's first choice on Hopper for what it can run."""
-    model, backend = vllm_config.model_config, vllm_config.attention_config.backend
+    """Whether the target's layers run in FlashAttention 3: vLLM's first choice on Hopper for what it can run."""
+    model, attention = vllm_config.model_config, vllm_config.attention_config
     if model.use_mla or model.get_head_size() > 256 or model.get_head_size() % 8:
         return False
-    return backend is None or backend.name == "FLASH_ATTN"
+    if model.dtype not in (torch.bfloat16, torch.float16) or attention.flash_attn_version not in (None, 3):
+        return False
+    return (attention.backend is None or attention.backend.name == "FLASH_ATTN") and _has_version_3()
+
+
+def _has_version_3() -> bool:
+    """Whether this build of vLLM comes with it."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+    except ImportError:
+        return False
+    return bool(is_fa_version_supported(3))

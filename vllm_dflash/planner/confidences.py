@@ -148,7 +148,7 @@ class ConfidenceStats(AcceptanceStats):
         each = -(-POOL // requests)  # blocks per request
         chosen = np.arange(requests * each) * len(offsets) // (requests * each)
         blocks = np.cumprod(rate(log_odds(expected).repeat(each, axis=0) + offsets[chosen]), axis=1)
-        blocks = np.minimum.accumulate(np.minimum(blocks * (level.mean(0) / blocks.mean(0)), 1.0), axis=1)
+        blocks = np.minimum.accumulate(np.minimum(blocks * (level.mean(0) / np.maximum(blocks.mean(0), 1e-300)), 1.0), axis=1)
         blocks = blocks[np.argsort(-blocks.sum(1), kind="stable")]
         parts: Array = blocks.reshape(requests, each, -1).mean(1)
         return parts

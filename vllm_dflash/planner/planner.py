@@ -52,6 +52,8 @@ ENOUGH = 4
 """Probes of a neighbour, at this load, before the other one has its turn and both wait longer each time."""
 FEW = 8
 """One request in as many is drafted for where a batch without drafts is probed and lengths may differ."""
+PLAIN_TRIES = 2
+"""Such probes for each power of two of the requests."""
 PLAIN_STEPS = 3
 """Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
 _SHARES = 4
@@ -156,9 +158,10 @@ class Planner:
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
-        self._plain_left = 0
+        self._plain_left, self._plain_tries = 0, dict[int, int]()
         self._met: set[str] = set()  # the requests of the last plan
         self._probed: dict[str, float] = {}
+        self._probed_width = 0
 
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
         """The plan for the requests that the next step verifies; ``context``: their tokens so far, together."""
@@ -206,6 +209,7 @@ class Planner:
             known = ", ".join(map(str, self.widths))
             raise ValueError(f"draft width to hold: found {width!r}; expected one of {known}, or None to let the planner choose.")
         self._fixed, self._current = width, None
+        self._plain_left, self._probed = 0, {}
 
     def _replan(self, request_ids: list[str], context: int) -> Plan:
         survival = self.acceptance.survival(request_ids)
@@ -227,13 +231,18 @@ class Planner:
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """One verified step, see :meth:`AcceptanceStats.observe`. A probe that did better than expected is followed up."""
-        if expected := self._expected_of_probe(request_ids):
+        if expected := self._expected_of_probe(request_ids, max(drafted, default=0)):
             self._follow_up(sum(accepted) > expected + 2.0 * (expected + 1.0) ** 0.5)
         self.acceptance.observe(request_ids, drafted, accepted)
 
-    def _expected_of_probe(self, request_ids: Sequence[str]) -> float:
-        """Drafts expected to be accepted where these requests were probed, else 0."""
-        return sum(self._probed.get(name, 0.0) for name in request_ids) if self._probed else 0.0
+    def _expected_of_probe(self, request_ids: Sequence[str], width: int) -> float:
+        """Drafts expected to be accepted where a step of ``width`` is the probe of these requests, else 0.
+
+        What became of steps comes late: those before the probe are told after it was planned.
+        """
+        if not self._probed or width != self._probed_width:
+            return 0.0
+        return sum(self._probed.get(name, 0.0) for name in request_ids)
 
     def _follow_up(self, better: bool) -> None:
         if better:
@@ -286,8 +295,10 @@ class Planner:
             self._upwards = not self._upwards
         self._wait = int(np.clip(wait, *PROBE_EVERY))
         if at > held:
-            hoped = survival[:, :width].sum(1).tolist()
-            self._probed = {name: hope for name, hope, n in zip(request_ids, hoped, lengths, strict=True) if n}
+            drafting = lengths > 0
+            hope = float(survival[drafting, :width].sum(1).mean())  # of each alike: survival may come in another order
+            self._probed = {name: hope for name, drafts in zip(request_ids, drafting.tolist(), strict=True) if drafts}
+            self._probed_width = width
         return Plan(width, lengths, rate, probe=True)
 
     def _some(self, survival: Floats, context: int) -> tuple[int, Lengths, float]:
@@ -311,10 +322,17 @@ class Planner:
         return float((1 + most) * plain / full - 1.0)
 
     def _is_plain_unknown(self, requests: int, rate: float) -> bool:
-        """Whether few steps without drafts were seen at this load, where they might do better than ``rate``."""
+        """Whether few steps without drafts were seen at this load, where they might do better than ``rate``.
+
+        Twice they are tried where lengths are equal, seen or not: on a busy server nearly every step has a prefill in it.
+        """
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
-        return requests > rate * self.costs.least(requests) and self.costs.plain_seen(requests) < ENOUGH
+        if requests <= rate * self.costs.least(requests) or self.costs.plain_seen(requests) >= ENOUGH:
+            return False
+        size = requests.bit_length()
+        self._plain_tries[size] = self._plain_tries.get(size, 0) + 1
+        return self._plain_tries[size] <= PLAIN_TRIES
 
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""

@@ -84,7 +84,7 @@ class TrimmedPlanner(Planner):
 
     def note(self, request_ids: Sequence[str], confidences: Floats) -> None:
         """Confidences of one step's drafts, verified or not, see :meth:`ConfidenceStats.note`; a probe's as for counts."""
-        if expected := self._expected_of_probe(request_ids):
+        if expected := self._expected_of_probe(request_ids, confidences.shape[1]):
             self._follow_up(float(np.cumprod(confidences, axis=1).sum()) > expected + DOUBT * confidences.size**0.5)
         self.acceptance.note(request_ids, confidences)
 

@@ -48,7 +48,8 @@ def test_new_text_is_known_within_some_steps(text):
     """
     confidence, _ = text.play(-9.0, 200)
     assert confidence < 0.05
-    confidence, error = text.play(-2.0, 96)
+    text.play(-2.0, 32)
+    confidence, error = text.play(-2.0, 16)
     assert confidence == pytest.approx(0.69, abs=0.1)
     assert error < 0.15
 
@@ -76,3 +77,28 @@ def test_kernels_are_compiled_before_the_first_step(text):
     assert text.estimator._refits == 1
     torch.testing.assert_close(text.estimator.slope, untouched.slope)
     torch.testing.assert_close(text.estimator.intercepts, untouched.intercepts)
+
+
+@pytest.mark.parametrize("lost", [0.0, float("nan")])
+def test_coefficients_that_a_deep_sleep_took_come_back(text, lost):
+    """Breaks if bounds are taken from what is lost: a slope of 0 would stay, and every draft promise the same."""
+    for kept in (text.estimator.slope, text.estimator.intercepts, text.estimator.info, text.estimator.grad):
+        kept.fill_(lost)
+    text.play(-2.0, 64)
+    confidence, error = text.play(-2.0, 16)
+    assert confidence == pytest.approx(0.69, abs=0.1)
+    assert error < 0.15
+
+
+def test_every_size_of_batch_is_compiled_beforehand(monkeypatch):
+    """Breaks if the first batch of more than 256 requests compiles while serving."""
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    from vllm_dflash.engine.calibration import SteadyFit
+
+    seen, step = [], OnlineAcceptanceEstimator.step
+    monkeypatch.setattr(OnlineAcceptanceEstimator, "step", lambda self, *args: seen.append(len(args[0])) or step(self, *args))
+    for most, sizes in ((8, {1}), (256, {1}), (300, {1, 300}), (1024, {1, 512, 1024})):
+        seen.clear()
+        SteadyFit(OnlineAcceptanceEstimator(most, K, torch.device("cpu")))
+        assert set(seen) == sizes

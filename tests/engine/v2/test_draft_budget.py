@@ -134,7 +134,7 @@ def test_the_cut_is_prepared_once_graphs_exist(make_manager):
     from vllm_dflash.planner_patches import verification_timing
 
     capture_model = verification_timing(lambda _: True).wrap(lambda _, **__: "captured")
-    runner = SimpleNamespace(vllm_config=None, adaptive_verification=make_manager())
+    runner = SimpleNamespace(vllm_config=None, adaptive_verification=make_manager(), cudagraph_manager=None)
     for dry in (True, False):
         assert capture_model(runner, profile_only=dry) == "captured"
         assert isinstance(runner.adaptive_verification.reallocate_drafts.__self__, DraftBudget) != dry
