@@ -137,8 +137,8 @@ def side_by_side() -> str:
         for base in ("none", "builtin")
     ]
     text = (
-        f"## Side by side\n\n{_method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`; *ours*: "
-        f"as it comes.{_moved(name)}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower than the "
+        f"## Side by side\n\n{_method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`. "
+        f"{alike(rows)}{_moved(name).strip()}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower than the "
         f"built-in: {_below(lost[1][1], 1.0)}. No acceptance length where drafts had several widths.\n\n"
     )
     drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
@@ -166,7 +166,7 @@ def never_slower() -> str:
     busy = {key: [entry for entry in found[key] if entry[1][2] in (32, 64, 128)] for key in ("builtin", "adaptive")}
     text = (
         f"## The planner, fixed widths and no speculation\n\n{_method(provenance, rows)} "
-        f"{_alike(rows)}*Best fixed K*: the same engine with its planner told to keep a width, "
+        f"{alike(rows)}*Best fixed K*: the same engine with its planner told to keep a width, "
         f"and the ratio to none of the best one.{_moved(name)} Lowest of ours: over none {_lowest(found['none'])}, over the best "
         f"fixed K {_lowest(found['best'])}; at 32 to 128 requests over the built-in {_lowest(busy['builtin'])}, over its "
         f"adaptive verification {_lowest(busy['adaptive'])}.\n\n"
@@ -186,7 +186,8 @@ def never_slower() -> str:
     return text + drawn + table(head, lines) + "\n" + source(name, provenance)
 
 
-def _alike(rows: list[Row]) -> str:
+def alike(rows: list[Row]) -> str:
+    """A sentence where ours verified alike, as it did by default until lengths differed by request."""
     if any("adaptive_verification" in row for row in rows if row["arm"] == "ours"):
         return ""
     return "*Ours* verified as many drafts of each request, as `verify_lengths` equal does now. "
