@@ -138,8 +138,8 @@ def side_by_side() -> str:
     ]
     text = (
         f"## Side by side\n\n{_method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`. "
-        f"{alike(rows)}{_moved(name).strip()}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower than the "
-        f"built-in: {_below(lost[1][1], 1.0)}. No acceptance length where drafts had several widths.\n\n"
+        f"{alike(rows)}{_moved(name).strip()}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower "
+        f"than the built-in: {_below(lost[1][1], 1.0)}. No acceptance length where drafts had several widths.\n\n"
     )
     drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
     drawn = f"{_unsteady(cells)}Geometric means of the loads below:\n\n" + _means(cells) + drawn
