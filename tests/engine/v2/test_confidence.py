@@ -292,3 +292,39 @@ def test_sampled_tokens_follow_the_target(adaptive, second_token):
     assert kept.sum() > 10
     scale = seen[kept].sum() / expected[kept].sum()
     assert chisquare(seen[kept].numpy(), (expected[kept] * scale).numpy()).pvalue > 1e-4
+
+
+def test_text_and_planner_live_through_churn(adaptive, prompts, long_prompts, last_prompt, baseline):
+    """Requests come at any step, end at any length, and are aborted; places change hands, batches are of one and of many.
+
+    Breaks if confidences, budgets or prices of one request reach another, if any mixture of them ends the planner, or if those
+    that have left are kept.
+    """
+    from vllm import SamplingParams
+
+    from vllm_dflash.engine.planning import planning_of
+
+    vars(adaptive.planning.planner).pop("plan", None)
+    engine, choice = adaptive.llm.llm_engine, random.Random(7)
+    known, expected, got, names = [*prompts, *long_prompts, last_prompt], {}, {}, itertools.count()
+    for step in range(80):
+        if step < 56 and choice.random() < 0.6:
+            name, prompt, length = f"churn-{next(names)}", choice.choice(known), choice.randrange(1, 16)
+            options = {"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": length}
+            engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**options))
+            expected[name] = baseline([prompt], length)[0]
+        if expected.keys() - got.keys() and choice.random() < 0.06:
+            gone = choice.choice(sorted(expected.keys() - got.keys()))
+            engine.abort_request([gone])
+            del expected[gone]
+        for output in engine.step() if engine.has_unfinished_requests() else ():
+            if output.finished and output.request_id in expected:
+                got[output.request_id] = list(output.outputs[0].token_ids)
+    assert not engine.has_unfinished_requests()
+    assert len(got) > 20
+    assert got == expected
+    planner = adaptive.planning.planner
+    assert planning_of(engine.engine_core.engine_core.scheduler) is adaptive.planning
+    planner.acceptance.survival(["any"])
+    assert len(planner.acceptance._row_of) <= 32
+    assert len(set(adaptive.planning.record.widths)) > 1
