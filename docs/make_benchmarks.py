@@ -114,7 +114,7 @@ def planner_cpu() -> str:
     head += ["whole run: planner / none", "K fixed / none"]
     text = (
         f"## CPU, the demo pair and the planner\n\nK = {provenance['k']}, {provenance['dtype']}, while all requests decode; a "
-        "whole run ends with its slowest answer. Arm *ours* has the planner on; `auto` keeps K on CPUs. "
+        "whole run ends with its slowest answer. Arm *ours* has the planner on, which is the default of CPUs. "
         f"Medians of {rows[0]['repeats']}; {spread(rows)}.\n\n"
     )
     return text + table(head, lines) + "\n" + source("planner_cpu", provenance)
@@ -173,7 +173,7 @@ def _cpu_lines() -> list[list[str]]:
     counts, lines = sorted({row["concurrency"] for row in rows}), []
     for part in filter(None, (counts[:-1], counts[-1:])):
         cells = [cell for load, cell in loads(rows).items() if load[2] in part]
-        ranges = [_range(value(cell, speed_field(cell), "fixed", base) for cell in cells) for base in ("none", "builtin")]
+        ranges = [_range(value(cell, speed_field(cell), "ours", base) for cell in cells) for base in ("none", "builtin")]
         named = f"CPU, demo pair, {provenance['dtype']}, K = {provenance['k']}, requests: {', '.join(map(str, part))}"
         lines.append([named, *ranges])
     return lines

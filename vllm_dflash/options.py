@@ -84,8 +84,8 @@ class PluginOptions:
         "auto",
         '"auto", "on", "off"',
         "on: draft width follows load and acceptance, up to `num_speculative_tokens` and down to none. off: always "
-        "`num_speculative_tokens`. auto: on for targets of some 2e9 parameters or more on a GPU, whose steps the GPU bounds; "
-        "off for smaller ones and on CPUs, where it is measured to lose in places.",
+        "`num_speculative_tokens`. auto: on for CPUs, and on GPUs for targets of some 2e9 parameters or more, whose steps the "
+        "GPU bounds; off for smaller ones, where it is measured to lose in places.",
         choices=("auto", "on", "off"),
     )
     verify_lengths: str = _option(

@@ -36,7 +36,7 @@ from vllm_dflash.plugin import claims
 logger = init_logger("vllm.plugins.dflash")
 
 KNEE_GPU, KNEE_CPU = 184.0, 8.0
-# "auto" plans for targets from this size on. Measured on an H200: 8e9 parameters gain up to 2.1 times from narrower blocks under
+# On GPUs "auto" plans for targets from this size on. On an H200 8e9 parameters gain up to 2.1 times from narrower blocks under
 # load; 0.1e9, whose steps the host bounds, ran at 0.79 to 1.13 of K fixed (docs/benchmarks.md).
 _LARGE_TARGET = 2e9
 _PLANNING = "_vllm_dflash_planning"
@@ -55,8 +55,7 @@ def why_fixed(vllm_config: Any) -> str | None:
     auto, on_cpu, v2 = option == "auto", current_platform.is_cpu(), vllm_config.use_v2_model_runner
     reasons = {
         'option "planner" is off': option == "off",
-        'option "planner" is auto, and this machine is a CPU': auto and on_cpu,
-        'option "planner" is auto, and the target is small': auto and _num_parameters(vllm_config) < _LARGE_TARGET,
+        'option "planner" is auto, and the target is small': auto and not on_cpu and _num_parameters(vllm_config) < _LARGE_TARGET,
         "num_speculative_tokens_per_batch_size is set": not _table_is_ours(vllm_config),
         "adaptive verification tells its confidences in other processes": trims(vllm_config) and parallel.world_size > 1,
         "data-parallel ranks run every step together, and tell each other no width": _in_lockstep(vllm_config),

@@ -247,7 +247,7 @@ def test_the_planner_is_off_where_it_is_told_to_be(engine):
     [
         ("auto", False, 36, 4096, None),
         ("auto", False, 30, 576, "small"),
-        ("auto", True, 36, 4096, "CPU"),
+        ("auto", True, 30, 576, None),
         ("on", False, 30, 576, None),
         ("on", True, 30, 576, None),
         ("off", False, 36, 4096, "off"),
