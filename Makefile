@@ -25,7 +25,7 @@ endif
 
 # What depends on vLLM's version: run on both. The rest runs on 0.32 (V1, as installed) or on 0.33 (Model Runner V2).
 CORE_V1 := $(addsuffix .py,$(addprefix tests/engine/v1/test_,capture drafts_match_reference sampling))
-CORE_V2 := $(addsuffix .py,$(addprefix tests/engine/v2/test_,capture drafts_match_reference greedy))
+CORE_V2 := $(addsuffix .py,$(addprefix tests/engine/v2/test_,capture drafts_match_reference greedy target_graphs))
 
 # Parts of `make test`, two at a time: engines are single-threaded here.
 PARTS := static engine-v1 newer-v1 engine-v2 newer-v2 server unit reference kernels

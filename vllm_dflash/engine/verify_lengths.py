@@ -12,7 +12,6 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dflash import hooks
 from vllm_dflash.engine.planning import KNEE_GPU, why_fixed
 from vllm_dflash.options import read_options
 
@@ -28,7 +27,6 @@ def why_equal(vllm_config: Any) -> str | None:
     reasons = {
         'option "verify_lengths" is equal': read_options(vllm_config.additional_config).verify_lengths == "equal",
         "the planner is off": why_fixed(vllm_config) is not None,
-        "vLLM differs where adaptive verification is prepared": hooks.V2_CAPTURED.problem() is not None,
         "model runner V1 has no varying lengths in graphs": not vllm_config.use_v2_model_runner,
         "tried on Hopper alone": not current_platform.is_cuda() or current_platform.get_device_capability() != _HOPPER,
         "the target is no dense one": bool(model.is_moe),
@@ -54,7 +52,7 @@ def choose(vllm_config: Any) -> None:
     reason = why_equal(vllm_config)
     if reason is None:
         speculative.enable_adaptive_verification = True
-        reason = why_fixed(vllm_config)  # with it there may be another
+        reason = why_fixed(vllm_config)  # with it there may be another: where vLLM's runner differs, for one
         speculative.enable_adaptive_verification = reason is None
     if reason is not None:
         logger.debug("DFlash planner: all requests of a step verify alike; %s", reason)
