@@ -17,6 +17,7 @@ def config(**changes):
         additional_config={},
         use_v2_model_runner=True,
         lora_config=None,
+        kv_transfer_config=None,
         parallel_config=SimpleNamespace(world_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=256),
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -76,6 +77,7 @@ def test_lengths_differ_where_that_is_known_to_run():
         ({"model_config__is_moe": True}, "dense"),
         ({"lora_config": object()}, "adapters"),
         ({"parallel_config__world_size": 2}, "workers"),
+        ({"kv_transfer_config": object()}, "elsewhere"),
         ({"compilation_config__cudagraph_mode": SimpleNamespace(has_full_cudagraphs=lambda: False)}, "CUDA graphs"),
         ({"cache_config__cache_dtype": "fp8"}, "quantised"),
         ({"speculative_config__rejection_sample_method": "synthetic"}, "acceptance"),
@@ -116,9 +118,10 @@ def test_every_field_that_is_read_is_vllms():
     """Breaks if a field has another name in vLLM than in the fake above."""
     import dataclasses
 
-    from vllm.config import AttentionConfig, ModelConfig, SpeculativeConfig
+    from vllm.config import AttentionConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
     read = {
+        VllmConfig: {"attention_config", "cache_config", "compilation_config", "kv_transfer_config", "lora_config"},
         AttentionConfig: {"backend", "flash_attn_version"},
         ModelConfig: {"dtype", "is_submodel_config", "return_sampling_mask"},
         SpeculativeConfig: {"rejection_sample_method", "use_local_argmax_reduction", "enable_adaptive_verification"},

@@ -34,6 +34,7 @@ def why_equal(vllm_config: Any) -> str | None:
         "tried with FlashAttention 3 alone": not _is_flash_attention(vllm_config),
         "there are adapters": vllm_config.lora_config is not None,
         "there are several workers": parallel.world_size > 1,
+        "KV blocks are sent elsewhere": vllm_config.kv_transfer_config is not None,
         "there are no full CUDA graphs": not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         "the KV cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
         "acceptance is another than by probability": speculative.rejection_sample_method != "standard",
