@@ -222,6 +222,13 @@ HOOKS: tuple[Hook, ...] = (
         until="vLLM drops the V1 runner",
     ),
     Hook(
+        path="vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+        moment="v1",
+        params=("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask"),
+        why="overridden for CPUs: a step that verified nothing has nothing to sort out (engine/plain_steps.py)",
+        until="the V1 runner prepares verification only for steps that verify something",
+    ),
+    Hook(
         path="vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
         moment="v1",
         params=("scheduler_output", "num_scheduled_tokens"),

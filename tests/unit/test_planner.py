@@ -9,7 +9,7 @@ import pytest
 from vllm_dflash.planner.costs import RowCurve, StepCosts
 from vllm_dflash.planner.planner import Planner, fitted_plan, uniform_rates
 from vllm_dflash.planner.record import LONGEST, Record
-from vllm_dflash.planner.widths import draft_widths, schedule_of, widths_up_to
+from vllm_dflash.planner.widths import widths_up_to
 
 H200 = {"base": 5.3e-3, "knee": 184, "draft": 1.1e-3}
 CPU = {"base": 28e-3, "knee": 8, "draft": 6e-3}
@@ -316,16 +316,6 @@ def test_times_measured_at_the_start_are_believed_until_steps_say_otherwise():
     assert float(host(2048)) == pytest.approx(15e-3 + 8e-3 * 2048 / 256, rel=0.03)
 
 
-def test_vllm_is_told_every_width():
-    """Breaks if a width has no place in the table that vLLM makes graphs from, or the table has holes."""
-    for limit in (1, 3, 8, 300):
-        table = schedule_of(15, limit)
-        assert {width for _, _, width in table} == set(widths_up_to(15, limit))
-        assert [first for first, _, _ in table] == [1, *(last + 1 for _, last, _ in table[:-1])]
-        assert table[-1][1] == limit
-        assert all(first <= last for first, last, _ in table)
-
-
 def test_long_contexts_raise_the_price_of_every_row_count():
     """Breaks if context is not priced apart: the same step over longer contexts would look like dearer rows."""
     costs, random = StepCosts(184), np.random.default_rng(0)
@@ -335,19 +325,6 @@ def test_long_contexts_raise_the_price_of_every_row_count():
         costs.observe(rows, 0, context, (5e-3 + context * 1e-7) * (1 + 0.01 * random.standard_normal()))
     assert float(costs.seconds(64, 0, 30_000)) == pytest.approx(8e-3, rel=0.15)
     assert float(costs.seconds(64, 0, 200_000) - costs.seconds(64, 0, 40_000)) == pytest.approx(16e-3, rel=0.25)
-
-
-def test_widths_have_both_ends_and_respect_the_limit():
-    """Breaks if the ladder loses no speculation or the width that the user asked for."""
-    assert widths_up_to(15) == (0, 1, 2, 3, 5, 7, 11, 15)
-    assert widths_up_to(4) == (0, 1, 2, 3, 4)
-    assert widths_up_to(15, 256) == (0, 1, 2, 3, 7, 15)
-    assert widths_up_to(15, 3)[0] == 0
-    assert widths_up_to(15, 3)[-1] == 15
-    assert widths_up_to(15, 1) == (15,)
-    assert draft_widths(15, anchors=1) == (1, 3, 7, 15)
-    assert draft_widths(7, anchors=0) == (2, 4, 7)
-    assert draft_widths(1, anchors=1) == (1,)
 
 
 def test_a_new_batch_is_planned_for_again_soon():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cut of vLLM's adaptive verification in one kernel: which drafts of a batch are verified, once the budget is known.
 
-vLLM's own compiles again while serving whenever a budget, a number of requests or two equal sizes are met for the first time, for
-100 ms and more, and takes some 15 launches beside it in a step that the host bounds. Ours needs a copy and a launch.
+vLLM's own compiles again while serving whenever a budget, a number of requests or two equal sizes are met for the first time, and
+takes some 15 launches beside it in a step that the host bounds. Ours needs a copy and a launch.
 """
 
 import itertools

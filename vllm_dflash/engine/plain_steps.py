@@ -27,15 +27,18 @@ class PlainSteps:
     _compact: bool
 
     def prepare_next_token_ids_padded(
-        self, sampled_token_ids: torch.Tensor, requests: Any, batch: Any, discarded: torch.Tensor
+        self, sampled_token_ids: torch.Tensor, requests: Any, gpu_input_batch: Any, discard_request_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Next token and number of valid ones, int32 [B] each, of ``sampled_token_ids`` [B, n]; ``discarded``: bool [>= B]."""
+        """As vLLM's: next token and number of valid ones, int32 [B] each, of ``sampled_token_ids`` [B, n].
+
+        ``discard_request_mask``: bool [>= B], requests in mid-prefill.
+        """
         count, width = sampled_token_ids.shape
-        if self._compact and width == 1 and not bool(discarded[:count].any()):
+        if self._compact and width == 1 and not bool(discard_request_mask[:count].any()):
             return sampled_token_ids[:, 0].int(), sampled_token_ids.new_ones(count, dtype=torch.int32)
         base: Any = super()
         found: tuple[torch.Tensor, torch.Tensor] = base.prepare_next_token_ids_padded(
-            sampled_token_ids, requests, batch, discarded
+            sampled_token_ids, requests, gpu_input_batch, discard_request_mask
         )
         return found
 

@@ -3,7 +3,7 @@
 
 vLLM offers a batch the graphs of the next larger number of tokens alone. With several widths these differ: 85 requests of 3 rows
 are 255 tokens, the next number is 256, whose graphs are of 1, 2, 4 and 8 rows each, and the graph of 86 requests with 3 rows, 258
-tokens, is never asked. Such steps ran piecewise, at up to twice the time.
+tokens, is never asked. Such steps ran piecewise.
 """
 
 from collections.abc import Iterable

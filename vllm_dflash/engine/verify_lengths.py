@@ -28,10 +28,9 @@ def why_equal(vllm_config: Any) -> str | None:
         'option "verify_lengths" is equal': read_options(vllm_config.additional_config).verify_lengths == "equal",
         "the planner is off": why_fixed(vllm_config) is not None,
         "model runner V1 has no varying lengths in graphs": not vllm_config.use_v2_model_runner,
-        "tried on Hopper alone": not current_platform.is_cuda() or current_platform.get_device_capability() != _HOPPER,
+        "tried with FlashAttention 3 on Hopper alone": not _is_tried(vllm_config),
         "the target is no dense one": bool(model.is_moe),
         "this is a part of a target": bool(getattr(model, "is_submodel_config", False)),
-        "tried with FlashAttention 3 alone": not _is_flash_attention(vllm_config),
         "there are adapters": vllm_config.lora_config is not None,
         "there are several workers": parallel.world_size > 1,
         "KV blocks are sent elsewhere": vllm_config.kv_transfer_config is not None,
@@ -59,8 +58,10 @@ def choose(vllm_config: Any) -> None:
         logger.debug("DFlash planner: all requests of a step verify alike; %s", reason)
 
 
-def _is_flash_attention(vllm_config: Any) -> bool:
+def _is_tried(vllm_config: Any) -> bool:
     """Whether the target's layers run in FlashAttention 3: vLLM's first choice on Hopper for what it can run."""
+    if not current_platform.is_cuda() or current_platform.get_device_capability() != _HOPPER:
+        return False
     model, attention = vllm_config.model_config, vllm_config.attention_config
     if model.use_mla or model.get_head_size() > 256 or model.get_head_size() % 8:
         return False

@@ -4,7 +4,7 @@
 import math
 
 MEMORY = 24.0
-"""Observations that a mean remembers: contexts grow."""
+"""Observations that a mean remembers, here and of a knot: a shared machine drifts, and contexts grow."""
 
 
 class ContextSlope:

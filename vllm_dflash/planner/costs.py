@@ -18,12 +18,10 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dflash.planner.context_slope import ContextSlope
+from vllm_dflash.planner.context_slope import MEMORY, ContextSlope
 
 Array = npt.NDArray[np.float64]
 
-MEMORY = 24.0
-"""Observations that a knot remembers: a shared machine drifts."""
 REACH = 0.1
 """Octaves over which a correction fades to 1/e: half way to the next knot, so that a knot that was seen speaks for itself."""
 RECENT = 9

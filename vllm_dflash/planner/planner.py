@@ -9,6 +9,7 @@ positions of highest survival, so one sort per width finds the optimum over all 
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -158,7 +159,7 @@ class Planner:
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
-        self._plain_left, self._plain_tries = 0, dict[int, int]()
+        self._plain_left, self._plain_tries = 0, Counter[int]()
         self._met: set[str] = set()  # the requests of the last plan
         self._probed: dict[str, float] = {}
         self._probed_width = 0
@@ -284,6 +285,7 @@ class Planner:
             at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
             if held and self._is_plain_unknown(len(request_ids), float(rates[held])):
                 at, self._plain_left = 0, 0 if self.per_request else PLAIN_STEPS - 1
+                self._plain_tries[len(request_ids).bit_length()] += 1
             lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
         width = self.widths[at]
         wait = max(0.0, 1.0 - rate / rates[held]) / share
@@ -328,11 +330,8 @@ class Planner:
         """
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
-        if requests <= rate * self.costs.least(requests) or self.costs.plain_seen(requests) >= ENOUGH:
-            return False
-        size = requests.bit_length()
-        self._plain_tries[size] = self._plain_tries.get(size, 0) + 1
-        return self._plain_tries[size] <= PLAIN_TRIES
+        tempting = requests > rate * self.costs.least(requests) and self.costs.plain_seen(requests) < ENOUGH
+        return tempting and self._plain_tries[requests.bit_length()] < PLAIN_TRIES
 
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""
