@@ -2,6 +2,7 @@
 """Draft widths where drafts are cut on the device: rates against brute force, survival from confidences, the choice itself."""
 
 import itertools
+from collections import deque
 
 import numpy as np
 import pytest
@@ -232,6 +233,10 @@ def test_a_wider_probe_is_judged_by_its_own_confidences():
 
 def test_survival_of_hopeless_drafts_is_a_number():
     """Breaks if products that vanish are divided by each other: the planner would choose what is no rate at all."""
-    stats = ConfidenceStats(63)
-    stats.note(["a"], np.full((1, 63), 1e-9))
-    assert np.isfinite(stats.survival(["a"])).all()
+    stats, names = ConfidenceStats(80), ["a", "b"]
+    for _ in range(40):
+        stats.note(names, np.full((2, 80), 1e-9))
+    stats.survival(names)
+    halves = np.repeat([[-30.0, 30.0]], 40, axis=1)
+    stats._offsets = deque([np.concatenate([halves, -halves])])  # each block is hopeless in one half
+    assert np.isfinite(stats.survival(names)).all()
