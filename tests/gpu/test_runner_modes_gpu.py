@@ -21,7 +21,7 @@ def force(engine, widths):
     import numpy as np
 
     from vllm_dflash.engine.planning import planning_of
-    from vllm_dflash.planner.planner import Plan
+    from vllm_dflash.planner.plan import Plan
 
     planner = planning_of(engine.llm.llm_engine.engine_core.engine_core.scheduler).planner
     known = set(planner.widths)

@@ -6,9 +6,11 @@ import itertools
 import numpy as np
 import pytest
 
-from vllm_dflash.planner.costs import RowCurve, StepCosts
-from vllm_dflash.planner.planner import Planner, fitted_plan, uniform_rates
+from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.plan import fitted_plan, uniform_rates
+from vllm_dflash.planner.planner import Planner
 from vllm_dflash.planner.record import LONGEST, Record
+from vllm_dflash.planner.row_curve import RowCurve
 from vllm_dflash.planner.widths import widths_up_to
 
 H200 = {"base": 5.3e-3, "knee": 184, "draft": 1.1e-3}

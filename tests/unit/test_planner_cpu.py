@@ -6,7 +6,8 @@ import pytest
 
 from vllm_dflash.planner.acceptance import SPREAD, AcceptanceStats
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import Planner, fitted_plan
+from vllm_dflash.planner.plan import fitted_plan
+from vllm_dflash.planner.planner import Planner
 from vllm_dflash.planner.widths import widths_up_to
 
 WIDTHS = widths_up_to(7)

@@ -45,14 +45,19 @@ def cut(planner, requests, width, chance):
     return int(np.argmax((requests + np.concatenate([[0.0], np.cumsum(survival)])) / seconds))
 
 
-def serve(planner, requests, steps, chance, host):
-    """Steps at ``requests``; drafts are accepted with ``chance`` each, ``host``: milliseconds that a step takes more where it
-    verifies, and where it drafts. Returns the time over that of steps without drafts for as many tokens, of the last half.
+def serve(planner, requests, steps, chance, host, widths=None):
+    """Steps at ``requests``; drafts are accepted with ``chance`` each. Returns the time of the last half over that of steps
+    without drafts for as many tokens.
+
+    ``host``: milliseconds that a step takes more where it verifies, and where it drafts; ``widths``: a list to append the chosen
+    ones to.
     """
     random, names = np.random.default_rng(0), [str(number) for number in range(requests)]
     lengths, seconds, tokens = np.zeros(requests, dtype=int), 0.0, 0.0
     for step in range(steps):
         width = planner.plan(names, 0).width
+        if widths is not None:
+            widths.append(width)
         verified, query_rows = int(lengths.sum()), requests * (width + 1) if width else 0
         kept = np.minimum(random.geometric(1 - chance, requests) - 1, lengths)
         taken = bare(requests + verified) + draft(query_rows) + host * (bool(verified) + bool(width))
@@ -78,6 +83,24 @@ def test_what_the_host_adds_to_drafting_is_found_out(kind):
     planner = make(kind)
     assert planner.plan([str(number) for number in range(128)], 0).width > 0
     assert serve(planner, 128, 300, 0.75, host=5.0) < 1.03
+
+
+@pytest.mark.parametrize("kind", ["equal", "trimmed"])
+def test_what_the_host_adds_is_found_out_soon(kind):
+    """Breaks if a batch that drafts in vain waits for its turn to probe: short answers are over by then."""
+    planner, widths = make(kind), []
+    serve(planner, 128, 20, 0.75, host=5.0, widths=widths)
+    assert widths[0] > 0
+    assert 0 in widths[:13]
+
+
+@pytest.mark.parametrize("kind", ["equal", "trimmed"])
+def test_a_price_of_plain_steps_that_was_too_high_is_corrected(kind):
+    """Breaks if a probe without drafts is one step, which still verifies and tells nothing of plain ones."""
+    planner = make(kind)
+    for _ in range(8):
+        planner.costs.observe(128, 0, 0, 14e-3, 128)  # a neighbour on the host, say
+    assert serve(planner, 128, 900, 0.75, host=5.0) < 1.03
 
 
 @pytest.mark.parametrize("kind", ["equal", "trimmed"])
@@ -144,3 +167,28 @@ def test_a_batch_size_is_not_priced_by_the_hosts_part_of_another():
     assert 1e3 * (seconds[3] - seconds[1]) == pytest.approx(bare(256) - bare(64), abs=0.1)
     fresh = costs.seconds([64, 256], 0, 0, 8)  # never seen: the difference is that of the passes, too
     assert 1e3 * (fresh[1] - fresh[0]) == pytest.approx(bare(256) - bare(64), abs=0.1)
+
+
+def test_rows_kept_together_make_no_stair():
+    """Breaks if all row counts of a knot cost the same: the best cut would be the last one of a stair, rows for nothing."""
+    costs, random = measured_costs(), np.random.default_rng(0)
+    for rows in random.integers(440, 620, 200).tolist():  # a cut varies from step to step
+        costs.observe(rows, 0, 0, (bare(rows) + 2.0) / 1e3, 256)
+    rows = np.arange(450, 610, 10)
+    seconds = 1e3 * costs.seconds(rows, 0, 0, 256)
+    np.testing.assert_allclose(seconds, [bare(each) + 2.0 for each in rows], rtol=0.02)
+    assert (np.diff(seconds) > 0.05).all()  # 0.2 of what ten rows cost
+
+
+def test_a_probe_that_did_well_but_does_not_pay_is_not_followed_for_ever():
+    """Breaks if each probe that beats its expectation is followed by another: 200 requests would draft in two steps of five."""
+    planner, names, probes = make("trimmed"), [str(number) for number in range(200)], 0
+    for _ in range(200):
+        plan = planner.plan(names, 0)
+        probes += plan.probe
+        rows = 300 if plan.width else 200
+        taken = bare(rows) + draft(200 * (plan.width + 1) if plan.width else 0) + bool(plan.width)
+        planner.costs.observe(rows, 200 * (plan.width + 1) if plan.width else 0, 0, taken / 1e3, 200)
+        if plan.width:  # easy just where nobody looks twice
+            planner.note(names, np.full((200, plan.width), 0.99 if plan.probe else 0.5))
+    assert 4 <= probes < 40

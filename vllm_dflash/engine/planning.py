@@ -27,7 +27,8 @@ from vllm_dflash.engine.step_outcome import acceptance_of
 from vllm_dflash.options import read_options
 from vllm_dflash.planner import confidences, measured
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import OTHER_BATCH, Plan, Planner
+from vllm_dflash.planner.plan import Plan
+from vllm_dflash.planner.planner import OTHER_BATCH, Planner
 from vllm_dflash.planner.record import Record
 from vllm_dflash.planner.trimmed import TrimmedPlanner
 from vllm_dflash.planner.widths import draft_widths, schedule_of, widths_up_to

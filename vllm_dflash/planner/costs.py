@@ -1,193 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: ``verify(target rows) + draft(query rows) + slope * context tokens``, learnt from observed times.
+"""What a step costs: ``verify(target rows) + draft(query rows) + slope * context tokens``, learnt from observed times."""
 
-Each curve starts from a *shape*: a prior (flat up to a knee, then linear: weights are read once per pass, arithmetic grows), or
-times that were measured when the engine started. It is corrected where steps are observed. A correction fades quickly with the
-distance in log2 rows, so a row count that was never run takes that of its nearest neighbour. Curves are made monotone, as more
-rows are never cheaper, by pooling: a stall in a rare step must not lift everything above it.
-
-Times err upwards (a kernel is compiled, a machine is shared), and a width that looks dear is not run again to learn better. So
-no single observation decides: the first ones count as near to what was expected, later ones as near to their median.
-"""
-
-import bisect
 import math
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dflash.planner.context_slope import MEMORY, ContextSlope
+from vllm_dflash.planner.context_slope import ContextSlope
+from vllm_dflash.planner.row_curve import BELIEVED, CLIP, Array, RowCurve, Typical, rising
 
-Array = npt.NDArray[np.float64]
-
-REACH = 0.1
-"""Octaves over which a correction fades to 1/e: half way to the next knot, so that a knot that was seen speaks for itself."""
-RECENT = 9
-"""Observations that a median is taken of, the lower of two in the middle: what looks good with few is tried, and soon known."""
-CLIP = 1.5
-"""An observation counts as at most this far off that median, or off what was expected where there are fewer than three."""
 PRICED = 32
 """Numbers of rows that are looked up for a batch; those in between are interpolated."""
-BELIEVED = 3
-"""Observations of a knot from which on no single one decides."""
 DRAFT_SHARE = 0.2
 """Draft pass over verification at equal rows, until a draft is timed: 5 layers and a head of some 36 layers."""
-_MAX_ROWS = 1 << 17
-
-
-class Typical:
-    """A running mean that no single stall decides."""
-
-    __slots__ = ("_expected", "_recent", "mean", "weight")
-
-    def __init__(self) -> None:
-        self.mean, self.weight = 1.0, 0.0
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self._expected: float | None = None
-
-    def observe(self, value: float, expected: float | None) -> None:
-        """One more value; ``expected`` counts where it is the first: what the next two are compared with."""
-        recent = self._recent
-        if not recent:
-            self._expected = expected
-        recent.append(value)
-        count, expected = len(recent), self._expected
-        middle = sorted(recent)[(count - 1) // 2]  # the lower one of two
-        if count < 3 and expected is not None:
-            self.mean = min(max(middle, expected / CLIP**3), expected * CLIP)  # no stall makes a step faster
-            self.weight = float(count)
-        elif count < RECENT or not middle / CLIP < self.mean < middle * CLIP:
-            self.mean, self.weight = middle, float(count)
-        else:
-            self.weight = min(self.weight + 1, MEMORY)
-            self.mean += (min(max(value, middle / CLIP), middle * CLIP) - self.mean) / self.weight
-
-
-class RowCurve:
-    """Seconds by rows of one pass.
-
-    Args:
-        knee: rows up to which the pass is bound by reading weights.
-    """
-
-    def __init__(self, knee: float) -> None:
-        self.knee = knee
-        few = np.arange(1, 9, dtype=np.float64)
-        self.knots: Array = np.concatenate([few, 8 * 2 ** (np.arange(1, 57) / 4)])
-        self._at: list[float] = self.knots.tolist()
-        self._borders = np.sqrt(self.knots[1:] * self.knots[:-1]).tolist()
-        distance = np.abs(np.log2(self.knots)[:, None] - np.log2(self.knots)[None, :])
-        self._kernel: Array = np.exp(-distance / REACH)
-        self._reshape(np.sqrt(1.0 + (self.knots / knee) ** 2))
-        self.measured = False
-
-    def _reshape(self, shape: Array) -> None:
-        self._shape = shape
-        self._shapes: list[float] = shape.tolist()
-        self._seen = [Typical() for _ in self._shapes]  # observed over shape
-        self._known = False
-        self._values: Array = shape
-        self._listed: list[float] = self._shapes
-        self._fresh = True
-
-    def measure(self, times: Iterable[tuple[int, float]]) -> None:
-        """Start from (rows, seconds) of passes run on their own; forgets what was observed. Nothing happens without any."""
-        best: dict[int, float] = {}
-        for rows, seconds in times:
-            if rows >= 1 and seconds > 0:
-                best[rows] = min(seconds, best.get(rows, seconds))
-        if not best:
-            return
-        rows_of = sorted(best)
-        seconds_of = np.maximum.accumulate([best[rows] for rows in rows_of])
-        beyond = np.maximum(1.0, self.knots / max(rows_of[-1], self.knee))  # as arithmetic grows
-        self._reshape(np.interp(self.knots, rows_of, seconds_of) * beyond)
-        self.measured = True
-
-    @property
-    def known(self) -> bool:
-        """Whether values are seconds, and not only ratios."""
-        return self.measured or self._known
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """A pass over ``rows`` took ``seconds``."""
-        if rows < 1 or seconds <= 0:
-            return
-        knot = self.knot(rows)
-        seen = self._seen[knot]
-        expected = self._refreshed()[knot] / self._shapes[knot] if self.known and not seen.weight else None
-        seen.observe(seconds / self._between(self._shapes, rows), expected)
-        self._known, self._fresh = True, False
-
-    def knot(self, rows: int) -> int:
-        """Number of the knot that ``rows`` belong to."""
-        return bisect.bisect(self._borders, rows)
-
-    def seen(self, knot: int) -> float:
-        """Observations of a knot that are remembered."""
-        return self._seen[knot].weight
-
-    def believed(self) -> list[int]:
-        """Numbers of the knots that were observed often enough, ascending."""
-        return [knot for knot, seen in enumerate(self._seen) if seen.weight >= BELIEVED]
-
-    def __call__(self, rows: npt.ArrayLike) -> Array:
-        """Seconds for each entry of ``rows``; 0 rows cost nothing. Only ratios mean anything while nothing is ``known``."""
-        self._refreshed()
-        asked = np.asarray(rows, dtype=np.float64)
-        found: Array = np.interp(asked, self.knots, self._values) * (asked > 0)
-        return found
-
-    def alone(self, rows: npt.ArrayLike) -> Array:
-        """The same of a pass on its own: the shape that corrections start from."""
-        found: Array = np.interp(np.asarray(rows, dtype=np.float64), self.knots, self._shape)
-        return found
-
-    def lately(self, rows: int) -> float:
-        """The same for one number of rows, as of the last call for several: what is learnt at every step is cheap to look up."""
-        return self._between(self._listed, rows) if rows > 0 else 0.0
-
-    def _between(self, values: list[float], rows: int) -> float:
-        above = bisect.bisect(self._at, rows)
-        if above == 0 or above == len(values):
-            return values[max(above - 1, 0)]
-        left, right = self._at[above - 1], self._at[above]
-        return values[above - 1] + (values[above] - values[above - 1]) * (rows - left) / (right - left)
-
-    def _refreshed(self) -> list[float]:
-        if self._fresh:
-            return self._listed
-        mean = np.array([seen.mean for seen in self._seen])
-        weight = np.array([seen.weight for seen in self._seen])
-        pull = self._kernel * weight
-        ratio = np.exp((pull @ np.log(mean)) / pull.sum(1))
-        if self.measured:
-            # Beyond the pass alone a step has sampling, real contexts and, where the host is behind, waiting: parts of any row
-            # count. As factors they would grow with the rows.
-            beyond = (pull @ np.maximum(self._shape * (mean - 1.0), 0.0)) / pull.sum(1)
-            unseen = self._shape * np.minimum(ratio, 1.0) + beyond
-            ratio = np.where(weight > 0, ratio, unseen / self._shape)
-        # What was never run has next to no say in what was. Logarithms, as times err upwards.
-        self._values = np.exp(_rising(np.log(self._shape * ratio), weight + 1e-3))
-        self._listed, self._fresh = self._values.tolist(), True
-        return self._listed
-
-
-def _rising(values: Array, weights: Array) -> Array:
-    """The non-decreasing sequence closest to ``values``, by weighted squares: neighbours that fall are pooled."""
-    if bool((values[1:] >= values[:-1]).all()):
-        return values
-    pools: list[tuple[float, float, int]] = []  # mean, weight, entries
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        mean, total, count = value, weight, 1
-        while pools and pools[-1][0] > mean:
-            before, much, many = pools.pop()
-            mean = (before * much + mean * total) / (much + total)
-            total, count = much + total, many + count
-        pools.append((mean, total, count))
-    return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
 
 
 class StepCosts:
@@ -243,11 +69,11 @@ class StepCosts:
             cells = self._by_batch.setdefault(self.verify.knot(requests), {})
             if knot not in cells:
                 known = self.verify.known
-                expected = float(self._of_batch(np.array([verify_rows]), requests)[0]) if known else None
+                expected = float(self._of_batch(self.verify.knots[knot : knot + 1], requests)[0]) if known else None
                 cells[knot] = Typical()
             else:
                 expected = None
-            cells[knot].observe(rest, expected)
+            cells[knot].observe(max(rest - self.verify.beyond_knot(verify_rows), 0.2 * rest), expected)
         if verify_rows == requests and not query_rows:
             self._plain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)  # no expectation: that is the point
         self.verify.observe(verify_rows, rest)
@@ -323,14 +149,12 @@ class StepCosts:
         for at, rows in enumerate(verify_rows.tolist()):
             knot = self.verify.knot(rows)
             near = int(knots[np.abs(knots - knot).argmin()])
-            cell = cells[near]
+            cell, there = cells[near], self.verify.knots[near : near + 1]
+            base = self.verify.alone(there) if self.verify.measured else self.verify(there)
+            found[at] = max(curve[at] + (share or 1.0) * (cell.mean - base[0]), 0.2 * cell.mean)
             if near == knot and share is None:
-                found[at], weights[at] = cell.mean, cell.weight
-            else:
-                there = self.verify.knots[near : near + 1]
-                base = self.verify.alone(there) if self.verify.measured else self.verify(there)
-                found[at] = max(curve[at] + (share or 1.0) * (cell.mean - base[0]), 0.2 * cell.mean)
-        return np.exp(_rising(np.log(found), weights))
+                weights[at] = cell.weight
+        return np.exp(rising(np.log(found), weights))
 
     def _cells(self, requests: int) -> tuple[dict[int, Typical], float | None]:
         """What was observed of this batch size; where passes were timed alone, else of the nearest, and which part of it counts.

@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_dflash.planner.acceptance import AcceptanceStats
 from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.plan import Floats, Lengths, Plan, fitted_plan, uniform_rates
 
-Floats = npt.NDArray[np.float64]
-Lengths = npt.NDArray[np.int64]
 Clock = Callable[[], float]
 RowsOf = Callable[[int], int]
 """Query rows per request that the draft runs for a width; more than width + 1 where graphs exist for some widths only."""
@@ -27,7 +25,8 @@ RowsOf = Callable[[int], int]
 MARGIN = 0.02
 """A new width must promise this much more: below it noise would decide."""
 LARGE_GAIN, DWELL = 0.10, 8
-"""Smaller gains wait this many steps after a change; larger ones (the load jumped) do not."""
+"""What it must promise right after a change, as when the load has jumped, and the steps until ``MARGIN`` will do; less and less
+in between: text that is not guessed shows after some 3 steps, and counts are slow to say by how much."""
 WORTH = 0.10
 """What drafts for some of many requests must promise over none at all: the luckiest look better than they are. For R of them
 ``WORTH * (1 - 1 / R)``, as one alone is no luckier than others."""
@@ -51,82 +50,15 @@ PROBE_EVERY = (16, 1024)
 """Fewest and most steps between two probes."""
 ENOUGH = 4
 """Probes of a neighbour, at this load, before the other one has its turn and both wait longer each time."""
+FOLLOW_UPS = 2
+"""Probes in a row that follow one that did better than expected: it may have, and still not pay."""
 FEW = 8
 """One request in as many is drafted for where a batch without drafts is probed and lengths may differ."""
-PLAIN_TRIES = 2
-"""Such probes for each power of two of the requests."""
 PLAIN_STEPS = 3
 """Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
-_SHARES = 4
-"""Numbers of drafting requests that are tried, as parts of the batch."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """Drafts of the next step.
-
-    Attributes:
-        width: drafts per request to make, 0 for none.
-        lengths: int64 [R], how many of them to verify, by request.
-        rate: expected tokens per second; 0 where nothing was expected, as the width is held.
-        probe: chosen to learn and not to gain.
-    """
-
-    width: int
-    lengths: Lengths
-    rate: float
-    probe: bool = False
-
-
-def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
-    """Tokens per second where every request drafts and verifies the same number of tokens, for each of ``widths``.
-
-    ``survival`` [R, >= largest width]; ``query_rows``: rows per request of each width's draft pass.
-    """
-    requests = survival.shape[0]
-    tokens = requests + np.concatenate([[0.0], np.cumsum(survival.sum(0))])[widths]
-    seconds = costs.seconds(requests * (1 + widths), requests * query_rows, context, requests)
-    rates: Floats = tokens / np.where(widths > 0, seconds, costs.plain(requests, context))
-    return rates
-
-
-def fitted_plan(
-    survival: Floats,
-    width: int,
-    costs: StepCosts,
-    query_rows: int,
-    context: int,
-    *,
-    worth: float = 0.0,
-    priced: tuple[Floats, Floats] | None = None,
-) -> Plan:
-    """Lengths up to ``width`` by request, ``survival`` [R, >= width]; requests of length 0 are not drafted for.
-
-    None is drafted for at all where that does not promise ``worth``, a share, over plain decoding. Positions are admitted in the
-    order of their survival, among the most promising requests only, for several numbers of them: each request that drafts pays
-    for its ``query_rows``. ``priced``: what ``costs.by_rows`` says of enough rows, where it is known already.
-    """
-    requests = survival.shape[0]
-    ranked = np.argsort(-survival[:, :width].sum(1), kind="stable")
-    grid, verify = priced or costs.by_rows(requests, requests * (1 + width), context)
-    best = Plan(0, np.zeros(requests, dtype=np.int64), requests / float(verify[0]))
-    least = (1 + worth) * best.rate
-    if not width:
-        return best
-    for count in sorted({max(1, round(requests * part / _SHARES)) for part in range(1, _SHARES + 1)}):
-        some = ranked[:count]
-        flat = survival[some, :width].ravel()
-        order = np.argsort(-flat, kind="stable")  # stable: an earlier position comes before an equal later one
-        tokens = requests + np.cumsum(flat[order])
-        drafting = np.cumsum(order % width == 0)
-        seconds = np.interp(requests + np.arange(1, flat.size + 1), grid, verify) + costs.drafting(drafting * query_rows)
-        rates = tokens / seconds
-        at = int(np.argmax(rates))
-        if rates[at] > max(best.rate, least):
-            lengths = np.zeros(requests, dtype=np.int64)
-            lengths[some] = np.bincount(order[: at + 1] // width, minlength=count)
-            best = Plan(width, lengths, float(rates[at]))
-    return best
+PLAIN_AGAIN = (64, 4096)
+"""Steps after which such a probe is made again, four times as many each time up to the last, for each power of two of the
+requests: a price may have been learnt at a bad time, or never, as on a busy server nearly every step has a prefill in it."""
 
 
 class Planner:
@@ -159,15 +91,18 @@ class Planner:
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
-        self._plain_left, self._plain_tries = 0, Counter[int]()
+        self._plain_left, self._plain_tries = 0, Counter[int]()  # tries by power of two of the requests
+        self._plain_next: dict[int, int] = {}  # the step from which another one is due
+        self._now = 0
         self._met: set[str] = set()  # the requests of the last plan
         self._probed: dict[str, float] = {}
-        self._probed_width = 0
+        self._probed_width = self._followed = 0
 
     def plan(self, request_ids: Sequence[str], context: int) -> Plan:
         """The plan for the requests that the next step verifies; ``context``: their tokens so far, together."""
         if self._fixed is not None:
             return Plan(self._fixed, np.full(len(request_ids), self._fixed), 0.0)
+        self._now += 1
         self._since_change += 1
         self._wait -= 1
         self._served += 1
@@ -223,7 +158,7 @@ class Planner:
             self._wait, self._backoff = 0, 1  # other text: what those before it were like says little
         self._met = set(request_ids)
         self._current = None
-        if self._wait <= 0 and request_ids:
+        if request_ids and (self._wait <= 0 or self._is_plain_due(len(request_ids), float(rates[held]))):
             return self._probe(rates, held, survival, request_ids, context)
         alike = self.widths[held]
         plan = plans[held] if plans else Plan(alike, np.full(len(request_ids), alike), float(rates[held]))
@@ -246,7 +181,8 @@ class Planner:
         return sum(self._probed.get(name, 0.0) for name in request_ids)
 
     def _follow_up(self, better: bool) -> None:
-        if better:
+        self._followed = self._followed + 1 if better and self._followed < FOLLOW_UPS else 0
+        if self._followed:
             self._wait, self._backoff = 0, 1
         self._probed = {}
 
@@ -269,7 +205,8 @@ class Planner:
         if self._held is None:
             self._held = best
         gain = rates[best] / rates[self._held] - 1.0
-        if best != self._held and (gain > LARGE_GAIN or (gain > MARGIN and self._since_change > DWELL)):
+        needed = MARGIN + (LARGE_GAIN - MARGIN) * max(0.0, 1.0 - self._since_change / DWELL)
+        if best != self._held and gain > needed:
             self._held, self._since_change = best, 0
             self._wait, self._backoff = PROBE_EVERY[0], 1
         return self._held
@@ -283,13 +220,16 @@ class Planner:
         else:
             upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
             at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
-            if held and self._is_plain_unknown(len(request_ids), float(rates[held])):
-                at, self._plain_left = 0, 0 if self.per_request else PLAIN_STEPS - 1
-                self._plain_tries[len(request_ids).bit_length()] += 1
+            unknown = held > 0 and self._is_plain_unknown(len(request_ids), float(rates[held]))
+            if unknown:
+                at = 0
+                self._note_plain_try(len(request_ids).bit_length())
+            if at == 0 and not self.per_request:
+                self._plain_left = PLAIN_STEPS - 1
             lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
         width = self.widths[at]
-        wait = max(0.0, 1.0 - rate / rates[held]) / share
-        if self._plain_left:
+        wait = (1 + self._plain_left) * max(0.0, 1.0 - rate / rates[held]) / share
+        if self._plain_left and unknown:
             wait = 0.0  # twice for each load: neighbours do not wait for that
         elif self._tried(width, lengths) >= ENOUGH:
             wait *= self._backoff
@@ -324,14 +264,23 @@ class Planner:
         return float((1 + most) * plain / full - 1.0)
 
     def _is_plain_unknown(self, requests: int, rate: float) -> bool:
-        """Whether few steps without drafts were seen at this load, where they might do better than ``rate``.
-
-        Twice they are tried where lengths are equal, seen or not: on a busy server nearly every step has a prefill in it.
-        """
+        """Whether steps without drafts, not tried at this load lately, might do better than ``rate`` by their pass alone."""
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
-        tempting = requests > rate * self.costs.least(requests) and self.costs.plain_seen(requests) < ENOUGH
-        return tempting and self._plain_tries[requests.bit_length()] < PLAIN_TRIES
+        due = self._now >= self._plain_next.get(requests.bit_length(), 0)
+        return due and requests > rate * self.costs.least(requests)
+
+    def _note_plain_try(self, load: int) -> None:
+        first, last = PLAIN_AGAIN
+        self._plain_next[load] = self._now + min(first * 4 ** self._plain_tries[load], last)
+        self._plain_tries[load] += 1
+
+    def _is_plain_due(self, requests: int, rate: float) -> bool:
+        """Whether steps without drafts are tried before it is time for a probe: once a batch has settled.
+
+        They lose next to nothing where their pass alone would do better, and a batch that drafts in vain loses at every step.
+        """
+        return bool(self._held) and not self.per_request and self._age >= REPLAN[0] and self._is_plain_unknown(requests, rate)
 
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from vllm_dflash.planner.confidences import ConfidenceStats
 from vllm_dflash.planner.costs import StepCosts
-from vllm_dflash.planner.planner import Floats, Lengths, Plan, Planner, RowsOf
+from vllm_dflash.planner.plan import Floats, Lengths, Plan
+from vllm_dflash.planner.planner import Planner, RowsOf
 
 DOUBT = 0.5
 """How far the confidences of a probe must lie above what was expected, times the root of their number: each strays by 0.25."""

@@ -26,7 +26,7 @@ def planning(engine):
 
 def force(planner, monkeypatch, choose):
     """Plans whose lengths are ``choose()`` for each request; the width is the largest of them."""
-    from vllm_dflash.planner.planner import Plan
+    from vllm_dflash.planner.plan import Plan
 
     def plan(names, _context):
         lengths = np.array([choose() for _ in names])

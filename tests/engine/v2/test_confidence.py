@@ -154,7 +154,7 @@ def adaptive(target, draft, baseline, engine_of, monkeypatch):  # the baseline's
 
 def force(planner, widths):
     """Plans with the widths of an iterator, in order."""
-    from vllm_dflash.planner.planner import Plan
+    from vllm_dflash.planner.plan import Plan
 
     def plan(names, _context):
         width = next(widths)

@@ -38,7 +38,7 @@ def force(planner, widths):
     """Plans with the widths of an iterator, in order."""
     import numpy as np
 
-    from vllm_dflash.planner.planner import Plan
+    from vllm_dflash.planner.plan import Plan
 
     def plan(names, _context):
         width = next(widths)
