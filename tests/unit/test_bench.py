@@ -217,7 +217,9 @@ def test_loads_that_cannot_be_read(change, sentence):
 
 
 def planned(*timeline, widths, probes=0):
-    return {"widths": widths, "steps": sum(widths.values()), "probes": probes, "seconds": 0.02, "timeline": list(timeline)}
+    steps = sum(widths.values())
+    costs = {"verified": 12 * steps, "expected_rate": 100.0, "seconds": 0.02}
+    return {"widths": widths, "steps": steps, "probes": probes, "timeline": list(timeline)} | costs
 
 
 def test_what_the_planner_chose_is_in_the_row_and_the_table():
@@ -229,6 +231,7 @@ def test_what_the_planner_chose_is_in_the_row_and_the_table():
     row = cell_row([event(0.1, [[1] * 20]) | {"planner": report} for report in reports], None)
     assert row["widths"] == {"7": 16, "3": 4}
     assert row["planning_ms"] == pytest.approx(2)
+    assert (row["verified_per_step"], row["expected_tok_s"]) == (12, 100)
     assert (row["timeline"], row["timeline_steps"]) == ([[0, 8, 7, False], [6, 8, 3, True]], 10)
     assert width_shares(row) == "7: 80 %, 3: 20 %"
     players = {"ours": Player(None, 7), "ours K=3": Player(None, 3, hold=3)}

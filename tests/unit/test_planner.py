@@ -211,7 +211,11 @@ def test_a_report_names_each_change_of_width_and_begins_again():
         record.note(4, 3 if step < 6 else 7, probe=step == 6)
     first = record.report(reset=True)
     assert first["timeline"] == [[0, 4, 3, False], [6, 4, 7, True]]
-    assert (first["widths"], first["steps"], first["probes"]) == ({3: 6, 7: 4}, 10, 1)
+    assert (first["widths"], first["steps"], first["probes"], first["expected_rate"]) == ({3: 6, 7: 4}, 10, 1, 0)
+    record.promise(100.0, 3.0)
+    record.promise(200.0, 1.0)
+    record.promise(0.0, 5.0)  # of a width that was held
+    assert record.report(reset=True)["expected_rate"] == pytest.approx(125)
     record.note(5, 7, probe=False)
     assert record.report()["timeline"] == [[10, 5, 7, False]]
     for step in range(3 * LONGEST):

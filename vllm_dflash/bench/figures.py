@@ -108,6 +108,7 @@ def answers_of(results: Sequence[Row]) -> list[list[int]]:
 def _planned(reports: Sequence[Row]) -> Row:
     """What the planner decided: ``widths`` (steps by draft width), ``probes``, ``planning_ms`` per step, ``timeline``.
 
+    And what came of it: ``verified_per_step``, drafts of all requests, and ``expected_tok_s``, what the plans promised.
     The timeline is that of the last repetition: [step, requests, width, whether it was a probe] of each change of width.
     """
     if not reports:
@@ -120,6 +121,8 @@ def _planned(reports: Sequence[Row]) -> Row:
     return {
         "widths": widths,
         "probes": sum(report["probes"] for report in reports),
+        "verified_per_step": sum(report["verified"] for report in reports) / max(1, steps),
+        "expected_tok_s": sum(report["expected_rate"] for report in reports) / len(reports),
         "planning_ms": 1e3 * sum(report["seconds"] for report in reports) / max(1, steps),
         "timeline": [[step - timeline[0][0], *rest] for step, *rest in timeline],
         "timeline_steps": sum(reports[-1]["widths"].values()),

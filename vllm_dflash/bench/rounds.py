@@ -80,7 +80,7 @@ def _row(name: str, results: Results, cell: Cell, player: Player, plain: str | N
     if player.adaptive:
         row["adaptive_verification"] = True
     if player.hold is not None:  # what it was told to do is no decision
-        for key in ("timeline", "probes", "planning_ms"):
+        for key in ("timeline", "probes", "planning_ms", "expected_tok_s"):
             row.pop(key, None)
     return row
 

@@ -190,6 +190,7 @@ class StepPlanning:
         caught_up = measured.take_catch_up()
         if self._last is not None and running:
             self._learn(now - self._last - caught_up)
+            self.record.promise(self._plan.rate if self._plan else 0.0, now - self._last)
         elif not running:
             self._steps.clear()
         self._last = now
@@ -230,6 +231,7 @@ class StepPlanning:
                 planner.note([request_ids[at] for at in alive], news[alive])
         rows = confidences.take_rows()
         if rows and self._steps:
+            self.record.verified += rows[-1] - self._steps[-1].verify_rows
             self._steps[-1] = dataclasses.replace(self._steps[-1], verify_rows=rows[-1])
 
     def after(self, output: Any) -> None:
@@ -250,6 +252,7 @@ class StepPlanning:
         drafting = requests - (sum(1 for name in scheduled if self._lengths.get(name) == 0) if self._lengths else 0)
         query_rows = drafting * self._rows_of(width) if width else 0
         context = sum(output.scheduled_cached_reqs.num_computed_tokens)
+        self.record.verified += drafts
         self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts))
 
     def finished(self, output: Any, runner_output: Any) -> None:

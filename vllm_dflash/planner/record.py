@@ -14,6 +14,7 @@ class Record:
     Attributes:
         widths: steps by the width that they draft.
         probes: steps among them that were to learn and not to gain.
+        verified: drafts that were verified, of all requests together.
         seconds: host time spent planning.
     """
 
@@ -24,8 +25,8 @@ class Record:
 
     def _clear(self) -> None:
         self.widths: Counter[int] = Counter()
-        self.probes = 0
-        self.seconds = 0.0
+        self.probes = self.verified = 0
+        self.seconds = self._promised = self._timed = 0.0
         self._timeline: deque[list[int | bool]] = deque(maxlen=LONGEST)
         self._last = -1
 
@@ -40,11 +41,18 @@ class Record:
         self.probes += probe
         return changed
 
+    def promise(self, rate: float, seconds: float) -> None:
+        """A step of a plan that expected ``rate`` tokens per second took ``seconds``; 0 where nothing was expected."""
+        if rate > 0:
+            self._promised += rate * seconds
+            self._timed += seconds
+
     def report(self, *, reset: bool = False) -> dict[str, Any]:
         """All figures, ready for JSON.
 
         Returns:
-            ``widths``: steps by width; ``steps``: their sum; ``probes`` among them; ``seconds``: host time spent planning;
+            ``widths``: steps by width; ``steps``: their sum; ``probes`` among them; ``verified``: drafts, of all requests;
+            ``expected_rate``: tokens per second by the plans that were followed; ``seconds``: host time spent planning;
             ``timeline``: [number of the first step, requests in it, width, probe] of each change of width, the last ``LONGEST``,
             steps being numbered from the engine's first.
         """
@@ -52,6 +60,8 @@ class Record:
             "widths": dict(sorted(self.widths.items())),
             "steps": self.widths.total(),
             "probes": self.probes,
+            "verified": self.verified,
+            "expected_rate": self._promised / self._timed if self._timed else 0.0,
             "seconds": self.seconds,
             "timeline": [list(entry) for entry in self._timeline],
         }

@@ -136,6 +136,7 @@ def test_a_narrow_step_runs_a_narrow_block(planned, prompts):
             assert list(report["widths"]) == [width]
             assert len(report["timeline"]) == 1
             assert report["seconds"] > 0
+            assert report["verified"] >= width
         seen.clear()
         hold_width(engine.llm.llm_engine, 0)
         engine.generate(prompts[:2], 6)
