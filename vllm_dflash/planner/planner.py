@@ -30,10 +30,10 @@ in between: text that is not guessed shows after some 3 steps, and counts are sl
 WORTH = 0.10
 """What drafts for some of many requests must promise over none at all: the luckiest look better than they are. For R of them
 ``WORTH * (1 - 1 / R)``, as one alone is no luckier than others."""
-HOPE = 1.5
+HOPE = 2.6
 """Where lengths differ by request: standard deviations by which a batch is thought better than its drafts so far tell. Drafts
 teach, plain steps do not: what is given up too late is soon seen, what is given up too soon is not. It is the deviation of the
-mean of R requests: one request is tried for long, of many the mean is soon known."""
+mean of R requests, and fades as they are tried: one request is tried for long, of many the mean is soon known."""
 REPLAN = (6, 64)
 """Fewest and most steps that a plan serves while the batch stays nearly the same; a batch that has just come together is planned
 for again after half as many steps as it has run."""
