@@ -149,15 +149,19 @@ class DraftBuffers:
 
         Nothing to do for an empty list: the target has put them there.
         """
-        if not aux_hidden_states:
-            return
-        parts = [states[:num_rows] for states in aux_hidden_states]
-        if all(part.dtype == self.aux.dtype for part in parts):
-            torch.cat(parts, dim=-1, out=self.aux[:num_rows])
+        if aux_hidden_states:
+            self.copy_aux(aux_hidden_states, self.aux[:num_rows])
+
+    def copy_aux(self, aux_hidden_states: list[torch.Tensor], out: torch.Tensor) -> None:
+        """The first rows of the step's aux states, as in :meth:`context_rows`, into ``out`` [rows, aux_width], draft dtype."""
+        num_rows = out.shape[0]
+        parts = [states[:num_rows] for states in aux_hidden_states or (self.aux,)]
+        if all(part.dtype == out.dtype for part in parts):
+            torch.cat(parts, dim=-1, out=out)
             return
         width = self.shape.aux_width // len(parts)
         for index, part in enumerate(parts):
-            self.aux[:num_rows, index * width : (index + 1) * width].copy_(part)
+            out[:, index * width : (index + 1) * width].copy_(part)
 
     def prepare_capture(self, num_reqs: int, shape: DraftShape) -> None:
         """Inputs of a capture run: ``num_reqs`` requests whose keys are their own rows, and no slot to write."""

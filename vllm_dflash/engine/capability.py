@@ -142,7 +142,10 @@ def of_speculator(speculator: Any) -> Capability:
         fused_head=head if isinstance(head, str) else None,
         longest_context=speculator.gate.limit,
         sampling=speculator.speculative_config.draft_sample_method,
-        buffer_bytes=speculator.buffers.num_bytes + speculator._attention_bytes + (0 if workspace is None else workspace.nbytes),
+        buffer_bytes=speculator.buffers.num_bytes
+        + speculator._attention_bytes
+        + (0 if workspace is None else workspace.nbytes)
+        + (0 if speculator.deferred is None else speculator.deferred.num_bytes),
         logit_bytes=0 if speculator.draft_logits is None else speculator.draft_logits.nbytes,
         parallel=parallel_layout(speculator.vllm_config),
     )

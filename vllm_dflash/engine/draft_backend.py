@@ -194,7 +194,6 @@ class DraftAttention:
             name: slots[self._row_of_group[group.kv_cache_group_id], :rows] for group in self.groups for name in group.layer_names
         }
 
-    def context_slots(self, start: int, end: int) -> list[torch.Tensor]:
-        """Slots of the context rows ``start:end`` for each draft layer, int64 [end - start] each."""
-        slots = self.buffers.query.context_slots
-        return [slots[row, start:end] for row in self.layer_rows]
+    def by_layer(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """``slots`` int64 [G, n] of context rows for each draft layer, int64 [n] each."""
+        return [slots[row] for row in self.layer_rows]

@@ -60,7 +60,7 @@ class DraftPass:
         ``metadata`` None runs without attention and without stores (memory profiling). ``refresh`` recomputes in the graph
         what the metadata derives from lengths and block tables. ``shape``: how wide to draft; None for the widest.
         """
-        self._write_context(self._combine_context(self.buffers.aux[:num_context_rows]), 0, metadata is not None)
+        self._store_rows(self.buffers.aux[:num_context_rows], 0, metadata is not None)
         if refresh:
             assert self.attention is not None
             assert metadata is not None
@@ -71,29 +71,42 @@ class DraftPass:
 
     def store_staged(self, num_context_rows: int) -> None:
         """Steps 2 and 3 alone, for staged rows: nothing is drafted, but the context stays in step with the target."""
-        self._write_context(self._combine_context(self.buffers.aux[:num_context_rows]), 0, store=True)
+        self._store_rows(self.buffers.aux[:num_context_rows], 0, store=True)
 
     def store_context(self, aux_hidden_states: list[torch.Tensor], start: int, end: int, *, store: bool = True) -> None:
         """Context KV of target rows ``start:end``, eagerly and in chunks; ``store`` False only computes it."""
         for begin in range(start, end, _CONTEXT_CHUNK):
             stop = min(begin + _CONTEXT_CHUNK, end)
-            rows = self.buffers.context_rows(aux_hidden_states, begin, stop)
-            self._write_context(self._combine_context(rows), begin, store)
+            self._store_rows(self.buffers.context_rows(aux_hidden_states, begin, stop), begin, store)
+
+    def store_waiting(self, aux: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Context KV of rows of earlier steps, eagerly.
+
+        Args:
+            aux: [n, aux_width].
+            positions: int64 [n].
+            slots: int64 [G, n], -1 for rows not to store.
+        """
+        self._write_context(self._combine_context(aux), positions, slots)
+
+    def _store_rows(self, aux: torch.Tensor, start: int, store: bool) -> None:
+        """Context KV of ``aux`` [n, aux_width], which belongs to target rows ``start:start + n`` of this step."""
+        query, end = self.buffers.query, start + aux.shape[0]
+        slots = query.context_slots[:, start:end] if store else None
+        self._write_context(self._combine_context(aux), query.context_positions[start:end], slots)
 
     def _combine_context(self, aux: torch.Tensor) -> torch.Tensor:
         """[n, A * H_target] -> context states [n, H]."""
         states: torch.Tensor = self.model.combine_hidden_states(aux)
         return states
 
-    def _write_context(self, states: torch.Tensor, start: int, store: bool) -> None:
-        """K and V of context states [n, H], which belong to target rows ``start:start + n``, into the caches of all layers."""
-        end = start + states.shape[0]
-        query = self.buffers.query
-        if store and self.fused_context is not None:
-            self.fused_context.write(states, query.context_positions[start:end], query.context_slots[:, start:end])
+    def _write_context(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None) -> None:
+        """K and V of context states [n, H] at ``positions`` into the caches of all layers; ``slots`` None only computes them."""
+        if slots is not None and self.fused_context is not None:
+            self.fused_context.write(states, positions, slots)
             return
-        slots = self.attention.context_slots(start, end) if store and self.attention is not None else None
-        self.model.precompute_and_store_context_kv(states, query.context_positions[start:end], slots)
+        per_layer = None if slots is None or self.attention is None else self.attention.by_layer(slots)
+        self.model.precompute_and_store_context_kv(states, positions, per_layer)
 
     def _forward(self, num_tokens: int, metadata: dict[str, Any] | None, across_dp: torch.Tensor | None) -> torch.Tensor:
         """The query block, ``num_tokens`` rows, through the draft's layers: [num_tokens, H]."""

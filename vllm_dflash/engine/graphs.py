@@ -71,7 +71,11 @@ class StepCounters:
     eager: int = 0
     """Whole draft step launched kernel by kernel."""
     context_only: int = 0
-    """No drafts were wanted (K = 0): context KV stored, no query pass."""
+    """No drafts were wanted (K = 0): context KV stored, or left to wait, no query pass."""
+    deferred_rows: int = 0
+    """Context rows of such steps that were left to wait."""
+    catch_ups: int = 0
+    """Times that waiting rows were stored, all of them."""
     eager_context_rows: int = 0
     """Context rows of prefills that lie behind the rows of the graph and were stored eagerly before it."""
 

@@ -32,6 +32,7 @@ from vllm_dflash.engine.capability import Capability, graph_verdict, of_speculat
 from vllm_dflash.engine.capture import announce_layers
 from vllm_dflash.engine.confidence import DraftConfidence
 from vllm_dflash.engine.context_gate import ContextGate
+from vllm_dflash.engine.deferred_context import deferred_context, shares_blocks
 from vllm_dflash.engine.draft_backend import DraftAttention, release_target_groups, separate_by_causality
 from vllm_dflash.engine.draft_pass import DraftPass
 from vllm_dflash.engine.draft_quantization import reserve_workspace
@@ -93,6 +94,7 @@ class DraftLifecycle(DraftModelSpeculator):
         if self.speculative_config.draft_sample_method == PROBABILISTIC:
             self.draft_logits = self._allocate_draft_logits(req_states)
         self.gate = ContextGate(drafted_context(vllm_config, self.draft), num_drafts)
+        self.deferred = deferred_context(vllm_config, self.draft, shape.max_requests, shape.aux_width, self.dtype, device)
         self.attn_groups: list[list[AttentionGroup]] = []
         self.attention: DraftAttention | None = None
         self.graphs: DraftGraphManager | None = None
@@ -189,6 +191,9 @@ class DraftLifecycle(DraftModelSpeculator):
         self.draft_pass.attention = self.attention
         self._caches_bound = False
         self.draft_pass.fused_context = None
+        if self.deferred is not None:
+            self.deferred.drop()
+            self.deferred = None if shares_blocks(kv_cache_config) else self.deferred
         if not kv_cache_config.needs_kv_cache_zeroing:  # the zeroer of new blocks walks the runner's groups
             release_target_groups(target_attn_groups, self.draft_attn_layer_names)
 

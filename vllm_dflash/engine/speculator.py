@@ -97,9 +97,13 @@ class DFlashSpeculator(DraftLifecycle):
         if not self._caches_bound:
             self._bind_caches()
         self.model.refresh_head(None if dummy_run else input_batch.input_ids[: input_batch.num_tokens])
-        if not dummy_run and self.dp_size == 1 and self.gate.closes_all(input_batch, input_batch.num_reqs):
+        closed = not dummy_run and self.dp_size == 1 and self.gate.closes_all(input_batch, input_batch.num_reqs)
+        waits = not dummy_run and self._may_wait(input_batch, plain=num_speculative_tokens == 0 and not closed)
+        if closed:
             return self._without_drafts(input_batch.num_reqs)
         sampled = (num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        if waits:
+            return self._defer_context(input_batch, aux, sampled)
         if num_speculative_tokens == 0 and self._context_alone:
             return self._keep_context(input_batch, aux, dummy_run, sampled)
         shape = self._shape_for(num_speculative_tokens or self.num_speculative_steps)
@@ -131,6 +135,31 @@ class DFlashSpeculator(DraftLifecycle):
         if self.graphs is None or self.num_query_per_req == CONTEXT_ONLY or self.dp_size > 1:
             return False
         return CONTEXT_ONLY in self.graphs.grids
+
+    def _may_wait(self, input_batch: InputBatch, *, plain: bool) -> bool:
+        """Whether the context of this step may wait, ``plain`` if nothing is drafted; what must not wait longer is stored."""
+        if self.deferred is None:
+            return False
+        suits = plain and self.deferred.suits(input_batch)
+        if len(self.deferred) and not (suits and self.deferred.continues(input_batch)):
+            self.draft_pass.store_waiting(*self.deferred.take())
+            self.counters.catch_ups += 1
+        return suits
+
+    def _defer_context(self, input_batch: InputBatch, aux: list[torch.Tensor], sampled: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """A step that drafts nothing and adds one row per request: copied, with its slots, to wait."""
+        assert self.deferred is not None
+        num_reqs = input_batch.num_reqs
+        desc = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_reqs, num_reqs=num_reqs)
+        shape = next(iter(self.buffers.shapes.values()))
+        step = _Step(desc, shape, num_reqs, num_reqs, dummy=False, num_tokens_across_dp=None, drafts=False)
+        self._build_query_block(step, input_batch, *sampled)
+        query = self.buffers.query
+        rows = self.deferred.add(input_batch.req_ids, query.context_positions[:num_reqs], query.context_slots[:, :num_reqs])
+        self.buffers.copy_aux(aux, rows)
+        self.counters.context_only += 1
+        self.counters.deferred_rows += num_reqs
+        return self._without_drafts(num_reqs)
 
     def _keep_context(
         self, input_batch: InputBatch, aux: list[torch.Tensor], dummy: bool, sampled: tuple[torch.Tensor, ...]
