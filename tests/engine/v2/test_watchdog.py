@@ -51,8 +51,8 @@ def test_a_damaged_cache_is_named(engine, prompts, baseline, said, monkeypatch):
     """K/V of a prompt are not stored; breaks if the check compares the cache with itself."""
     write = engine.speculator.draft_pass._write_context
 
-    def lossy(states, start, store):
-        write(states, start, store and states.shape[0] <= 4)
+    def lossy(states, positions, slots):
+        write(states, positions, slots if states.shape[0] <= 4 else None)
 
     monkeypatch.setattr(engine.speculator.draft_pass, "_write_context", lossy)
     assert checking(engine).generate(prompts[2:3], 16) == baseline(prompts[2:3], 16)
