@@ -56,7 +56,10 @@ def why_at_once(vllm_config: VllmConfig, draft: DraftConfig) -> str | None:
 
 
 def shares_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a block can hold other layers in other hands: the next request's target would store its K/V where rows wait for."""
+    """Whether a block can hold other layers in other hands: the next request's target would store its K/V where rows wait for.
+
+    For several groups only does vLLM also copy blocks, of prefixes that end within one.
+    """
     return len(kv_cache_config.kv_cache_groups) > 1
 
 

@@ -27,13 +27,15 @@ PROMPTS = [
 LENGTHS = [30, 45, 20, 12, 50, 25, 14, 40, 28]
 
 
+PLANNED = {"speculative": {"num_speculative_tokens": K}, "additional_config": {"vllm_dflash": {"planner": "on"}}}
+
+
 @pytest.fixture(scope="module")
 def engine(target, make_draft, engine_of):
     return engine_of(
         target,
         make_draft(block=K + 1),
-        speculative={"num_speculative_tokens": K},
-        additional_config={"vllm_dflash": {"planner": "on"}},
+        **PLANNED,
         enable_prefix_caching=True,
         block_size=PAGE,
         num_gpu_blocks_override=7,  # four requests need 8 or more, and one is vLLM's own: some are preempted
@@ -170,6 +172,20 @@ def test_nothing_waits_through_another_kv_cache(engine):
     engine.runner.initialize_kv_cache(engine.runner.kv_cache_config)
     assert len(engine.speculator.deferred) == 0
     hold(engine, None)
+
+
+def test_blocks_that_other_layers_may_get_are_written_at_once(target, make_draft, engine_of):
+    """A windowed layer makes a second KV group, and a block may go from one to the other.
+
+    Breaks if rows wait there: stored behind the target's next pass they would be in the place of its K/V, which changes the text.
+    """
+    windowed = ("layer_types", ["sliding_attention", "full_attention"]), ("use_sliding_window", True), ("sliding_window", 64)
+    engine = engine_of(target, make_draft(block=K + 1, config=windowed), **PLANNED, block_size=PAGE)
+    assert len(engine.runner.kv_cache_config.kv_cache_groups) > 1
+    hold(engine, 0)
+    engine.generate([[50, 41]], 4)
+    counters = engine.speculator.counters
+    assert (counters.context_only > 0, counters.deferred_rows) == (True, 0)
 
 
 def hits(engine):
