@@ -51,6 +51,8 @@ class Capability:
     buffer_bytes: int
     logit_bytes: int
     parallel: str
+    deferred_rows: int = 0
+    """Context rows of steps without drafts that wait to be stored together; 0: each step stores its own."""
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -58,6 +60,7 @@ class Capability:
         causal = [layer.causal for layer in self.draft.layers]
         reach = "every context" if self.longest_context is None else f"contexts up to {self.longest_context} tokens"
         graphs = f"{self.num_graphs} CUDA graphs for 1 to {self.largest_graph} requests" if self.graphs is None else self.graphs
+        waits = (f"context of up to {self.deferred_rows} rows waits in steps without drafts",) if self.deferred_rows else ()
         return (
             self.dtype,
             f"attention {_counted(self.backends)}",
@@ -66,6 +69,7 @@ class Capability:
             self.capture,
             f"metadata {'built every step' if self.needs_cpu_lengths else 'in the graph'}",
             graphs,
+            *waits,
             f"{self.sampling} drafts for {reach}",
             self.parallel,
             f"buffers {self.buffer_bytes / MIB:.1f} MiB",
@@ -146,6 +150,7 @@ def of_speculator(speculator: Any) -> Capability:
         + speculator._attention_bytes
         + (0 if workspace is None else workspace.nbytes)
         + (0 if speculator.deferred is None else speculator.deferred.num_bytes),
+        deferred_rows=0 if speculator.deferred is None else speculator.deferred.max_rows,
         logit_bytes=0 if speculator.draft_logits is None else speculator.draft_logits.nbytes,
         parallel=parallel_layout(speculator.vllm_config),
     )

@@ -90,6 +90,11 @@ class DeferredContext:
         return self._rows
 
     @property
+    def max_rows(self) -> int:
+        """Rows that there is room for."""
+        return self._aux.shape[0]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held on the device."""
         return self._aux.nbytes + self._positions.nbytes + self._slots.nbytes
@@ -97,13 +102,13 @@ class DeferredContext:
     def suits(self, batch: InputBatch) -> bool:
         """Whether rows of ``batch`` may wait: one of each request, none of a prompt, few enough for several steps."""
         one_each = batch.num_tokens == batch.num_reqs and not batch.num_draft_tokens and not batch.has_prefill
-        return one_each and batch.num_reqs * LEAST_STEPS <= self._aux.shape[0]
+        return one_each and batch.num_reqs * LEAST_STEPS <= self.max_rows
 
     def continues(self, batch: InputBatch) -> bool:
         """Whether ``batch`` has the requests of the rows that wait, in any case their blocks, and there is room for it."""
         if not self._rows:
             return True
-        room = self._steps < MOST_STEPS and self._rows + batch.num_reqs <= self._aux.shape[0]
+        room = self._steps < MOST_STEPS and self._rows + batch.num_reqs <= self.max_rows
         return room and self._names == batch.req_ids
 
     def add(self, names: Sequence[str], positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

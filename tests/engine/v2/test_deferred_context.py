@@ -169,6 +169,7 @@ def test_nothing_waits_through_another_kv_cache(engine):
     hold(engine, 0)
     engine.generate([[50, 41]], 9)
     assert len(engine.speculator.deferred) > 0
+    assert f"up to {engine.speculator.deferred.max_rows} rows waits" in str(engine.speculator.capability)
     engine.runner.initialize_kv_cache(engine.runner.kv_cache_config)
     assert len(engine.speculator.deferred) == 0
     hold(engine, None)
@@ -186,6 +187,7 @@ def test_blocks_that_other_layers_may_get_are_written_at_once(target, make_draft
     engine.generate([[50, 41]], 4)
     counters = engine.speculator.counters
     assert (counters.context_only > 0, counters.deferred_rows) == (True, 0)
+    assert "waits" not in str(engine.speculator.capability)
 
 
 def hits(engine):
