@@ -192,3 +192,25 @@ def test_a_probe_that_did_well_but_does_not_pay_is_not_followed_for_ever():
         if plan.width:  # easy just where nobody looks twice
             planner.note(names, np.full((200, plan.width), 0.99 if plan.probe else 0.5))
     assert 4 <= probes < 40
+
+
+@pytest.mark.parametrize("kind", ["equal", "trimmed"])
+def test_other_text_behind_hopeless_text_is_tried_at_once(kind):
+    """Breaks if requests that have just come wait for the probe of those before them, whose text was never guessed."""
+    planner, random = make(kind), np.random.default_rng(0)
+    for text, chance in ("hard", 0.01), ("easy", 0.8):
+        names, widths = [f"{text}{number}" for number in range(64)], []
+        for _ in range(150):
+            width = planner.plan(names, 0).width
+            widths.append(width)
+            rows, query_rows = 64 * (1 + width), 64 * (width + 1) if width else 0
+            planner.costs.observe(rows, query_rows, 0, (bare(rows) + draft(query_rows)) / 1e3, 64)
+            if width:
+                planner.observe(names, [width] * 64, np.minimum(random.geometric(1 - chance, 64) - 1, width).tolist())
+                if kind == "trimmed":
+                    planner.note(names, np.full((64, width), chance))
+        if text == "hard":
+            assert widths[-1] == 0
+            assert sum(width > 0 for width in widths[20:]) < 8
+    assert widths[0] > 0
+    assert np.mean(np.array(widths[:20]) >= 3) > 0.5

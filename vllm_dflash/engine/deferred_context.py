@@ -2,8 +2,9 @@
 """Model Runner V2: the draft's context of steps that draft nothing, stored for many steps at once.
 
 While nothing is drafted nobody reads the draft's K/V, yet ``fc`` and the K/V projections read all of their weights for the one
-row that each request adds: 250 MB for an 8B target, 60 us at 4.3 TB/s, in every step of some 5 ms. Their GEMMs read as much for
-150 rows. So the rows of plain decode steps wait on the device, and are stored in one pass before anything else is.
+row that each request adds: 250 MB in bfloat16 for an 8B target, by the roofline of an H200 some 60 us, in every step of some
+5 ms. Their GEMMs read as much for 150 rows. So the rows of plain decode steps wait on the device, and are stored in one pass
+before anything else is.
 
 All that decides is on the host: names of requests, numbers of rows. No tensor is read there, nothing waits for the device, and
 every tensor-parallel rank decides alike.
@@ -28,13 +29,13 @@ from vllm_dflash.draft_config import DraftConfig
 ENABLED = True
 """Measurements switch it off before an engine is built."""
 MOST_STEPS = 32
-"""That wait together: a request alone then pays 2 us a step. A drafting step that finds rows waiting takes 0.07 ms longer."""
+"""That wait together: a request alone then pays a 32nd of a pass in each. A drafting step that finds rows pays one whole."""
 MOST_ROWS = 512
-"""Beyond some 150 rows the pass is bound by compute, 0.45 us a row for an 8B target, so that waiting for more saves nothing."""
+"""Beyond some 150 rows the pass is bound by compute, so that waiting for more saves nothing."""
 MOST_BYTES = 32 << 20
 """Of hidden states that wait; 512 rows of 5 layers of 4096 in bfloat16 are 20 MiB."""
-LEAST_STEPS = 4
-"""A pass for fewer steps saves no more than the copies cost: larger batches are stored at once."""
+LEAST_STEPS = 16
+"""Larger batches are stored in each step, by its graph: a pass for fewer steps is launched too often, kernel by kernel."""
 
 
 def why_at_once(vllm_config: VllmConfig, draft: DraftConfig) -> str | None:

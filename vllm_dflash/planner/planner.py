@@ -154,7 +154,7 @@ class Planner:
         held = self._choose(rates)
         if self.per_request and rates[held] <= rates[0]:
             held = self._held = 0  # the width that was held drafts for nobody
-        if self.per_request and self._met.isdisjoint(request_ids) and held == 0:
+        if held == 0 and self._met.isdisjoint(request_ids):
             self._wait, self._backoff = 0, 1  # other text: what those before it were like says little
         self._met = set(request_ids)
         self._current = None
