@@ -43,9 +43,9 @@ def _cases(num_tokens: int, num_new: int) -> Iterator[Case]:
         weight.view(torch.uint8).index_copy_(0, new, numbers.view(torch.uint8))
         scale.index_copy_(0, new, scales)
 
-    yield Case("admit_guests", name, "kernel", with_kernel, num_bytes)
+    yield Case("guest_rows", name, "kernel", with_kernel, num_bytes)
     if num_new:  # else there is nothing to do, and to time
-        yield Case("admit_guests", name, "torch", with_torch, num_bytes)
+        yield Case("guest_rows", name, "torch", with_torch, num_bytes)
 
 
 def cases(thorough: bool) -> Iterator[Case]:

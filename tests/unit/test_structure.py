@@ -98,3 +98,12 @@ def test_files_and_functions_stay_short():
                 if size > limit:
                     long.append(f"{file.relative_to(ROOT)}: {node.name} has {size} lines")
     assert not long
+
+
+def test_a_benchmark_names_its_rows_after_its_file():
+    """Breaks if a benchmark that was measured counts as failed, as `run_all.py` finds no row of its name."""
+    for path in ROOT.glob("kernels/benchmarks/bench_*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        cases = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Case"]
+        names = {name.value for name in cases if isinstance(name, ast.Constant)}
+        assert names <= {path.stem.removeprefix("bench_")}, path.name
