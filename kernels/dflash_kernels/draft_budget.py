@@ -18,8 +18,8 @@ many drafts as wanted lie above it. Tiles have three sizes, by the number of req
 step changes is compiled for. CUDA graphs: meant to run before the replay, as the budget is an argument.
 
 Cost model: 256 requests of 7 drafts move 15 kB, so time is latency: two dependent loads, then rounds of one reduction over the
-program of 0.2 us each. Distinct survivals need about log2(drafts) + 2 rounds, ties at most 31. On an H200 (`kernels.json`) 4.5 us,
-9.4 us with ties, and 33 us for 1,024 requests of 31 drafts, as one SM then compares 32,000 numbers in every round.
+program of 0.2 us each. Distinct survivals need about log2(drafts) + 2 rounds, ties at most 31. On an H200 (`kernels.json`) 4.5
+us, 9.4 us with ties, and 33 us for 1,024 requests of 31 drafts, as one SM then compares 32,000 numbers in every round.
 """
 
 from dataclasses import dataclass

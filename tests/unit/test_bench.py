@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_dflash.bench.arms import parse_arms, planning_arm
-from vllm_dflash.bench.figures import cell_row, run_figures
+from vllm_dflash.bench.figures import cell_row, crowded, run_figures
 from vllm_dflash.bench.gate import Verdict, last_number, read_questions
 from vllm_dflash.bench.loads import Cell, parse_cells
 from vllm_dflash.bench.plots import plot_acceptance, plot_speedup, plot_widths
@@ -44,6 +44,24 @@ def test_figures_of_a_run_that_can_be_checked_by_hand():
     assert row["ttft_ms"] == pytest.approx(500)
     assert row["tpot_ms"] == pytest.approx(100 / 3)
     assert row["tok_s_wall"] == pytest.approx((61 + 37) / 2.5)
+
+
+def test_a_load_that_was_not_served_at_once_is_complained_about():
+    """Breaks if requests that wait for KV cache go unnoticed: 256 asked for, and the figures are those of 185."""
+    outputs = [[1] + [2] * 20 for _ in range(8)]
+    full = run_figures(event(0.1, outputs))
+    assert full["at_a_time"] == 8
+    waiting = event(0.1, outputs)
+    for output in waiting["outputs"][:4]:  # preempted for half of the time: tokens in every other step
+        output["arrivals"] = output["arrivals"][::2]
+        output["steps"] = output["steps"][::2]
+        output["arrivals"][-1] = 20
+    short = run_figures(waiting)
+    assert short["at_a_time"] < 7
+    where = {"prompts": "copy", "concurrency": 8}
+    (sentence,) = crowded([where | {"arm": "ours"} | short, where | {"arm": "none"} | full, where | {"arm": "wall"}])
+    assert "ours served 6 in a step" in sentence
+    assert "kv_cache_memory_bytes" in sentence
 
 
 def test_the_slowest_of_few_requests_is_their_99th_percentile():

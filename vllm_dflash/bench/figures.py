@@ -5,10 +5,12 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Row = dict[str, Any]
+_FULL = 0.95
+"""Of a load, what has to run at a time; now and then a request has no token in a step."""
 _COUNTS = ("tokens", "graph_steps", "eager_steps", "steady_steps", "jit_compiles")
 _LONGEST_TIMELINE = 400
 _MARGIN = 2  # steps left out at both ends of the steady state: the last prefill, and results that arrive a step late
@@ -19,8 +21,9 @@ def run_figures(result: Row) -> Row:
 
     ``tok_s_wall``: output tokens over the whole time, prefill included; of a batch that was kept full, the tokens that each
     answer had to have until the last had them, so that every arm spreads its prefill over as many. ``tok_s``, ``step_ms``:
-    while every request decodes. ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per output token
-    of a request behind its first. ``draft_ms``: median time of the draft step, where the engine shares our process.
+    while every request decodes, ``at_a_time`` of them with tokens in a step. ``ttft_ms``: median time to first token. ``tpot_ms``,
+    ``tpot_p99_ms``: time per output token of a request behind its first. ``draft_ms``: median time of the draft step, where the
+    engine shares our process.
     """
     ends, outputs = result["step_ends"], result["outputs"]
     tokens = sum(len(output["token_ids"]) for output in outputs)
@@ -65,14 +68,31 @@ def _steady_state(ends: Sequence[float], outputs: Sequence[Row], last_margin: in
     end = min(output["arrivals"][-1] for output in outputs) - last_margin
     if end - begin < _MARGIN:
         return {}
-    seconds = ends[end] - ends[begin]
-    tokens = sum(
+    seconds, steps = ends[end] - ends[begin], end - begin
+    arrived = [
         count
         for output in outputs
         for step, count in zip(output["arrivals"], output["steps"], strict=True)
         if begin < step <= end
-    )
-    return {"tok_s": tokens / seconds, "step_ms": 1e3 * seconds / (end - begin), "steady_steps": end - begin}
+    ]
+    return {
+        "tok_s": sum(arrived) / seconds,
+        "step_ms": 1e3 * seconds / steps,
+        "at_a_time": len(arrived) / steps,
+        "steady_steps": steps,
+    }
+
+
+def crowded(rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for each arm that did not serve the whole load at once: its figures are those of another load."""
+    for row in rows:
+        at_a_time = row.get("at_a_time", row["concurrency"])
+        if at_a_time < _FULL * row["concurrency"]:
+            yield (
+                f"{row['prompts']}, {row['concurrency']} at a time: {row['arm']} served {at_a_time:.0f} in a step; expected at "
+                f"least {_FULL:.0%} of them. Others wait for KV cache or for room in the batch: raise kv_cache_memory_bytes, "
+                "gpu_memory_utilization or max_num_seqs (--engine-args), or lower --max-tokens"
+            )
 
 
 def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_dflash.bench.figures import Row
+from vllm_dflash.bench.figures import Row, crowded
 from vllm_dflash.bench.loads import Cell
 from vllm_dflash.bench.page import write_page
 from vllm_dflash.bench.plots import plot_acceptance, plot_speedup, plot_widths
@@ -128,6 +128,8 @@ def measure(done: Measured, console: Console) -> None:
                 found[name].append(result)
                 bar.advance(task)
             done.take(cell, found)
+            for sentence in crowded(done.rows[cell]):
+                console.print(f"✗ {sentence}", style="bold red", highlight=False)
 
 
 def judge(done: Measured, console: Console) -> None:
