@@ -21,9 +21,9 @@ def run_figures(result: Row) -> Row:
 
     ``tok_s_wall``: output tokens over the whole time, prefill included; of a batch that was kept full, the tokens that each
     answer had to have until the last had them, so that every arm spreads its prefill over as many. ``tok_s``, ``step_ms``:
-    while every request decodes, ``at_a_time`` of them with tokens in a step. ``ttft_ms``: median time to first token. ``tpot_ms``,
-    ``tpot_p99_ms``: time per output token of a request behind its first. ``draft_ms``: median time of the draft step, where the
-    engine shares our process.
+    while every request decodes, ``at_a_time`` of them with tokens in a step. ``ttft_ms``: median time to first token.
+    ``tpot_ms``, ``tpot_p99_ms``: time per output token of a request behind its first. ``draft_ms``: median time of the draft
+    step, where the engine shares our process.
     """
     ends, outputs = result["step_ends"], result["outputs"]
     tokens = sum(len(output["token_ids"]) for output in outputs)
