@@ -340,7 +340,7 @@ def test_a_new_batch_is_planned_for_again_soon():
     world = World(planner, H200)
     world.run([0.02] * 32, 300)
     names, plans, planned, real = [f"n{i}" for i in range(32)], [], [], planner._replan
-    planner._replan = lambda *batch: (planned.append(len(plans)), real(*batch))[1]
+    planner._replan = lambda *batch, **more: (planned.append(len(plans)), real(*batch, **more))[1]
     while len(plans) < 40:
         plans.append(planner.plan(names, 0))
     assert planned[0] == 0

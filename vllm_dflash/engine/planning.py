@@ -163,6 +163,7 @@ class StepPlanning:
         self._lengths: dict[str, int] = {}
         self._steps: deque[_Step] = deque(maxlen=2 + 2 * self._ahead)
         self._last: float | None = None
+        self._drafts = 0  # of the last step, as scheduled
         self._unlearnt = 0.0  # outputs to come of steps whose width was held
 
     def hold(self, width: int | None) -> None:
@@ -206,7 +207,9 @@ class StepPlanning:
         if batch != self._batch:  # the same requests from step to step: compared by identity
             self._batch, self._names = list(batch), [request.request_id for request in batch]
         names = self._names
-        plan = self.planner.plan(names, self._steps[-1].context if self._steps else 0)
+        latest = self._steps[-1] if self._steps else None
+        decoding = bool(running) and latest is not None and latest.decode_only
+        plan = self.planner.plan(names, latest.context if latest else 0, decoding=decoding)
         if plan is not self._plan:
             self._plan = plan
             self._lengths = dict(zip(names, plan.lengths.tolist(), strict=True)) if self.planner.per_request else {}
@@ -229,9 +232,13 @@ class StepPlanning:
             alive = [at for at, name in enumerate(request_ids) if name in requests]  # others were forgotten when they ended
             if alive and not self._unlearnt:
                 planner.note([request_ids[at] for at in alive], news[alive])
+        self._note_cut()
+
+    def _note_cut(self) -> None:
+        """Take how many rows the last step really verified: of its drafts others were cut."""
         rows = confidences.take_rows()
         if rows and self._steps:
-            self.record.verified += rows[-1] - self._steps[-1].verify_rows
+            self.record.verified += rows[-1] - self._steps[-1].verify_rows + self._drafts
             self._steps[-1] = dataclasses.replace(self._steps[-1], verify_rows=rows[-1])
 
     def after(self, output: Any) -> None:
@@ -252,7 +259,9 @@ class StepPlanning:
         drafting = requests - (sum(1 for name in scheduled if self._lengths.get(name) == 0) if self._lengths else 0)
         query_rows = drafting * self._rows_of(width) if width else 0
         context = sum(output.scheduled_cached_reqs.num_computed_tokens)
-        self.record.verified += drafts
+        self._drafts = drafts
+        if self._trimmed is None:
+            self.record.verified += drafts
         self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts))
 
     def finished(self, output: Any, runner_output: Any) -> None:
@@ -269,6 +278,8 @@ class StepPlanning:
 
     def report(self, *, reset: bool = False) -> dict[str, Any]:
         """What was decided, see :meth:`Record.report`; ``reset`` makes the next report begin here."""
+        if self._trimmed is not None:
+            self._note_cut()
         return self.record.report(reset=reset)
 
     def _learn(self, seconds: float) -> None:

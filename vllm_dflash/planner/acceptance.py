@@ -22,11 +22,8 @@ POPULATION_DECAY = 0.99
 """Per step of the engine: 100 steps, the memory that a new request starts from."""
 SHRINK = 3.0
 """Imagined tries at the expected rate: a request needs about as many of its own to be believed."""
-SPREAD, COMMON = 0.5, 1.5
-"""How far, in log-odds, requests lie about their batch, and batches about the population: chat and code are 0.8 apart. Where
-lengths differ by request, the luckiest of a batch are taken for better than they are, the more so the wider requests may lie."""
-HOPE_FOR = 6.0
-"""Steps of a request, as they are remembered, over which hope for it fades: later it is known, and hope would be a bias."""
+SPREAD, COMMON = 0.8, 1.5
+"""How far, in log-odds, requests lie about their batch, and batches about the population: chat and code are 0.8 apart."""
 PRIOR, PRIOR_TRIES = 0.75, 2.0
 """Before anything is seen: optimistic, as a position that is never tried would never be corrected."""
 AT_ONCE = 16
@@ -38,7 +35,7 @@ class AcceptanceStats:
 
     Args:
         max_width: K, drafts per step at most.
-        hope: standard deviations of the mean of a batch that its log-odds are taken above the most likely ones, at first.
+        hope: standard deviations of the mean of a batch that its log-odds are taken above the most likely ones.
     """
 
     def __init__(self, max_width: int, hope: float = 0.0) -> None:
@@ -126,8 +123,7 @@ class AcceptanceStats:
         common = _moved(odds, tries.sum(0, keepdims=True), hits.sum(0, keepdims=True), 0.0, COMMON)
         moved = _moved(odds, tries, hits, float(common[0]), SPREAD)
         if self.hope:
-            fades = np.maximum(1.0 - tries[:, 0] / HOPE_FOR, 0.0)
-            moved += self.hope * fades * _uncertain(odds + moved[:, None], tries, SPREAD) / len(rows) ** 0.5
+            moved += self.hope * _uncertain(odds + moved[:, None], tries, SPREAD) / len(rows) ** 0.5
         expected = rate(odds + moved[:, None])
         rates: Array = (hits + SHRINK * expected) / (tries + SHRINK)
         return rates

@@ -95,11 +95,6 @@ class StepCosts:
             return float(self.seconds(np.array([requests]), 0, context, requests)[0])
         return cell.mean + self._slope.value * context
 
-    def plain_seen(self, requests: int) -> float:
-        """How many steps are remembered that neither verified nor drafted."""
-        cell = self._plain.get(self.verify.knot(requests))
-        return cell.weight if cell else 0.0
-
     def least(self, requests: int) -> float:
         """Seconds that such a step takes at least: its pass alone. Infinite where no pass was timed."""
         return float(self.verify.alone(requests)) if self.verify.measured else math.inf

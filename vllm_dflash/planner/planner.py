@@ -25,15 +25,15 @@ RowsOf = Callable[[int], int]
 MARGIN = 0.02
 """A new width must promise this much more: below it noise would decide."""
 LARGE_GAIN, DWELL = 0.10, 8
-"""What it must promise right after a change, as when the load has jumped, and the steps until ``MARGIN`` will do; less and less
-in between: text that is not guessed shows after some 3 steps, and counts are slow to say by how much."""
+"""What it must promise in the step after a change, and the steps over which that falls to ``MARGIN``: a jump of the load is
+followed at once, and text that is not guessed shows after some 3 steps, though counts are slow to say by how much."""
 WORTH = 0.10
 """What drafts for some of many requests must promise over none at all: the luckiest look better than they are. For R of them
 ``WORTH * (1 - 1 / R)``, as one alone is no luckier than others."""
-HOPE = 2.6
+HOPE = 1.5
 """Where lengths differ by request: standard deviations by which a batch is thought better than its drafts so far tell. Drafts
 teach, plain steps do not: what is given up too late is soon seen, what is given up too soon is not. It is the deviation of the
-mean of R requests, and fades as they are tried: one request is tried for long, of many the mean is soon known."""
+mean of R requests: one request is tried for long, of many the mean is soon known."""
 REPLAN = (6, 64)
 """Fewest and most steps that a plan serves while the batch stays nearly the same; a batch that has just come together is planned
 for again after half as many steps as it has run."""
@@ -93,13 +93,19 @@ class Planner:
         self._upwards, self._turn = True, 0
         self._plain_left, self._plain_tries = 0, Counter[int]()  # tries by power of two of the requests
         self._plain_next: dict[int, int] = {}  # the step from which another one is due
-        self._now = 0
+        self._now, self._news_from, self._news_wait = 0, 0, PROBE_EVERY[0]
         self._met: set[str] = set()  # the requests of the last plan
         self._probed: dict[str, float] = {}
         self._probed_width = self._followed = 0
 
-    def plan(self, request_ids: Sequence[str], context: int) -> Plan:
-        """The plan for the requests that the next step verifies; ``context``: their tokens so far, together."""
+    def plan(self, request_ids: Sequence[str], context: int, *, decoding: bool = True) -> Plan:
+        """The plan for the requests that the next step verifies.
+
+        Args:
+            request_ids: in the order of their arrival.
+            context: their tokens so far, together.
+            decoding: the step before was of these requests, and had no prompt in it.
+        """
         if self._fixed is not None:
             return Plan(self._fixed, np.full(len(request_ids), self._fixed), 0.0)
         self._now += 1
@@ -115,11 +121,13 @@ class Planner:
         serves = REPLAN[1] if self.per_request and plan is not None and not plan.width else self._serves
         due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2))
         other = self._is_other(request_ids)
+        if other:
+            self._followed = 0
         if plan is None or other or due or self._wait <= 0 or self.costs.late > LATE:
             self._age = 0 if other else self._age
             self.costs.late = 0
             began = self._clock()
-            plan = self._replan(list(request_ids), context)
+            plan = self._replan(list(request_ids), context, decoding=decoding)
             self._pays = min(0.8 * self._pays + 0.2 * (self._clock() - began), 2.0 * self._pays)
             share = PLANNING_SHARE * self.costs.pace
             self._serves = min(max(math.ceil(self._pays / share) if share else 0, REPLAN[0]), REPLAN[1])
@@ -145,18 +153,19 @@ class Planner:
             known = ", ".join(map(str, self.widths))
             raise ValueError(f"draft width to hold: found {width!r}; expected one of {known}, or None to let the planner choose.")
         self._fixed, self._current = width, None
-        self._plain_left, self._probed = 0, {}
+        self._plain_left, self._probed, self._followed = 0, {}, 0
 
-    def _replan(self, request_ids: list[str], context: int) -> Plan:
+    def _replan(self, request_ids: list[str], context: int, *, decoding: bool) -> Plan:
         survival = self.acceptance.survival(request_ids)
         plans = self._fitted(survival, context) if self.per_request else []
         rates = np.array([plan.rate for plan in plans]) if plans else self._rates(survival, context)
         held = self._choose(rates)
         if self.per_request and rates[held] <= rates[0]:
             held = self._held = 0  # the width that was held drafts for nobody
-        if held == 0 and self._met.isdisjoint(request_ids):
-            self._wait, self._backoff = 0, 1  # other text: what those before it were like says little
-        self._met = set(request_ids)
+        if self.per_request or decoding:  # equal widths reach requests in mid-prompt too, whose drafts are not made
+            if held == 0 and self._met.isdisjoint(request_ids):
+                self._welcome()
+            self._met = set(request_ids)
         self._current = None
         if request_ids and (self._wait <= 0 or self._is_plain_due(len(request_ids), float(rates[held]))):
             return self._probe(rates, held, survival, request_ids, context)
@@ -164,6 +173,17 @@ class Planner:
         plan = plans[held] if plans else Plan(alike, np.full(len(request_ids), alike), float(rates[held]))
         self._current, self._planned_for, self._served = plan, request_ids, 0
         return plan
+
+    def _welcome(self) -> None:
+        """Probe a batch that has come while nothing is drafted: what those before it were like says little of its text.
+
+        Where one request in eight is tried, always; else at growing intervals while it is in vain, as answers may be short.
+        """
+        if self.per_request:
+            self._wait, self._backoff = 0, 1
+        elif self._now >= self._news_from:
+            self._wait, self._news_from = 0, self._now + self._news_wait
+            self._news_wait = min(2 * self._news_wait, PROBE_EVERY[1])
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """One verified step, see :meth:`AcceptanceStats.observe`. A probe that did better than expected is followed up."""
@@ -209,19 +229,20 @@ class Planner:
         if best != self._held and gain > needed:
             self._held, self._since_change = best, 0
             self._wait, self._backoff = PROBE_EVERY[0], 1
+            self._news_from, self._news_wait = 0, PROBE_EVERY[0]
         return self._held
 
     def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
         """One step at the next wider or narrower width, or with drafts for some where there are none; then a wait by its cost."""
-        share = PROBE_SHARE
+        share, out_of_turn = PROBE_SHARE, False
         if self.per_request and held == 0:
             at, lengths, rate = self._some(survival, context)
             share *= max(self._at_stake(len(request_ids), context), 0.1)
         else:
             upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
             at = min(held + 1, len(self.widths) - 1) if upwards else held - 1
-            unknown = held > 0 and self._is_plain_unknown(len(request_ids), float(rates[held]))
-            if unknown:
+            out_of_turn = held > 0 and self._may_plain_pay(len(request_ids), float(rates[held]))
+            if out_of_turn:
                 at = 0
                 self._note_plain_try(len(request_ids).bit_length())
             if at == 0 and not self.per_request:
@@ -229,8 +250,8 @@ class Planner:
             lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
         width = self.widths[at]
         wait = (1 + self._plain_left) * max(0.0, 1.0 - rate / rates[held]) / share
-        if self._plain_left and unknown:
-            wait = 0.0  # twice for each load: neighbours do not wait for that
+        if out_of_turn and not self.per_request:
+            wait = max(self._wait, 0)  # neighbours have their own turn
         elif self._tried(width, lengths) >= ENOUGH:
             wait *= self._backoff
             self._backoff = min(2 * self._backoff, 8)
@@ -263,8 +284,11 @@ class Planner:
         plain, full = self.costs.seconds(rows, drafted, context, requests).tolist()
         return float((1 + most) * plain / full - 1.0)
 
-    def _is_plain_unknown(self, requests: int, rate: float) -> bool:
-        """Whether steps without drafts, not tried at this load lately, might do better than ``rate`` by their pass alone."""
+    def _may_plain_pay(self, requests: int, rate: float) -> bool:
+        """Whether steps without drafts are worth a try out of turn.
+
+        Where lengths differ: until a few were seen. Else where their pass alone would do better than ``rate``, at intervals.
+        """
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
         due = self._now >= self._plain_next.get(requests.bit_length(), 0)
@@ -272,7 +296,8 @@ class Planner:
 
     def _note_plain_try(self, load: int) -> None:
         first, last = PLAIN_AGAIN
-        self._plain_next[load] = self._now + min(first * 4 ** self._plain_tries[load], last)
+        tries = min(self._plain_tries[load], 8)  # the interval is at its longest by then
+        self._plain_next[load] = self._now + min(first * 4**tries, last)
         self._plain_tries[load] += 1
 
     def _is_plain_due(self, requests: int, rate: float) -> bool:
@@ -280,7 +305,7 @@ class Planner:
 
         They lose next to nothing where their pass alone would do better, and a batch that drafts in vain loses at every step.
         """
-        return bool(self._held) and not self.per_request and self._age >= REPLAN[0] and self._is_plain_unknown(requests, rate)
+        return bool(self._held) and not self.per_request and self._age >= REPLAN[0] and self._may_plain_pay(requests, rate)
 
     def _tried(self, width: int, lengths: Lengths) -> float:  # noqa: ARG002  # where drafts are cut later, rows say nothing
         """How many steps like this one are remembered."""

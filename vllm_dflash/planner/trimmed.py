@@ -68,9 +68,9 @@ class TrimmedPlanner(Planner):
         self.acceptance = ConfidenceStats(self.widths[-1])
         self._steps: dict[tuple[int, int], int] = {}  # by power of two of the requests and width
 
-    def plan(self, request_ids: Sequence[str], context: int) -> Plan:
+    def plan(self, request_ids: Sequence[str], context: int, *, decoding: bool = True) -> Plan:
         """See :meth:`Planner.plan`; the lengths are those that are drafted."""
-        plan = super().plan(request_ids, context)
+        plan = super().plan(request_ids, context, decoding=decoding)
         if self._fixed is None:  # a held width teaches nothing
             key = len(request_ids).bit_length(), plan.width
             self._steps[key] = self._steps.get(key, 0) + 1
