@@ -26,7 +26,7 @@ def force(engine, widths):
     planner = planning_of(engine.llm.llm_engine.engine_core.engine_core.scheduler).planner
     known = set(planner.widths)
 
-    def plan(names, *_):
+    def plan(names, *_, **__):
         width = next(widths)
         assert width in known
         return Plan(width, np.full(len(names), width), 1.0)

@@ -5,6 +5,7 @@ import bisect
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,9 +22,9 @@ def run_figures(result: Row) -> Row:
 
     ``tok_s_wall``: output tokens over the whole time, prefill included; of a batch that was kept full, the tokens that each
     answer had to have until the last had them, so that every arm spreads its prefill over as many. ``tok_s``, ``step_ms``:
-    while every request decodes, ``at_a_time`` of them with tokens in a step. ``ttft_ms``: median time to first token.
-    ``tpot_ms``, ``tpot_p99_ms``: time per output token of a request behind its first. ``draft_ms``: median time of the draft
-    step, where the engine shares our process.
+    while every request decodes, ``at_a_time`` of them with tokens in a step (in the fullest where none is steady).
+    ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per output token of a request behind its first.
+    ``draft_ms``: median time of the draft step, where the engine shares our process.
     """
     ends, outputs = result["step_ends"], result["outputs"]
     tokens = sum(len(output["token_ids"]) for output in outputs)
@@ -37,6 +38,7 @@ def run_figures(result: Row) -> Row:
             "tpot_p99_ms": 1e3 * per_token[math.ceil(0.99 * len(per_token)) - 1],
         }
     # A batch that was kept full ends for all at once: nothing to leave out there.
+    row |= {"at_a_time": float(_most_at_a_time(outputs))}
     row |= _steady_state(ends, outputs, last_margin=0 if result.get("at_least") else _MARGIN)
     if result["drafts"]:
         row["acceptance_length"] = 1 + result["accepted"] / result["drafts"]
@@ -83,10 +85,15 @@ def _steady_state(ends: Sequence[float], outputs: Sequence[Row], last_margin: in
     }
 
 
+def _most_at_a_time(outputs: Sequence[Row]) -> int:
+    """Requests with tokens in the fullest step, where none is steady: those that wait for others to end show there too."""
+    return max(Counter(step for output in outputs for step in output["arrivals"]).values(), default=0)
+
+
 def crowded(rows: Sequence[Row]) -> Iterator[str]:
     """A sentence for each arm that did not serve the whole load at once: its figures are those of another load."""
     for row in rows:
-        at_a_time = row.get("at_a_time", row["concurrency"])
+        at_a_time = row["at_a_time"]
         if at_a_time < _FULL * row["concurrency"]:
             yield (
                 f"{row['prompts']}, {row['concurrency']} at a time: {row['arm']} served {at_a_time:.0f} in a step; expected at "
@@ -101,7 +108,7 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
     row: Row = {"repeats": len(runs)}
     for key in dict.fromkeys(key for run in runs for key in run):
         values = [run[key] for run in runs if key in run]
-        if len(values) < len(runs) and key in ("tok_s", "step_ms"):
+        if len(values) < len(runs) and key in ("tok_s", "step_ms", "steady_steps"):
             continue  # not every repetition had a steady state: a median over the others is another figure
         if key in _COUNTS:
             row[key] = sum(values)
@@ -128,7 +135,8 @@ def answers_of(results: Sequence[Row]) -> list[list[int]]:
 def _planned(reports: Sequence[Row]) -> Row:
     """What the planner decided: ``widths`` (steps by draft width), ``probes``, ``planning_ms`` per step, ``timeline``.
 
-    And what came of it: ``verified_per_step``, drafts of all requests, and ``expected_tok_s``, what the plans promised.
+    And what came of it: ``verified_per_step``, drafts of all requests, and ``expected_tok_s``, what the plans promised over all
+    their time, prompts included.
     The timeline is that of the last repetition: [step, requests, width, whether it was a probe] of each change of width.
     """
     if not reports:
@@ -142,7 +150,7 @@ def _planned(reports: Sequence[Row]) -> Row:
         "widths": widths,
         "probes": sum(report["probes"] for report in reports),
         "verified_per_step": sum(report["verified"] for report in reports) / max(1, steps),
-        "expected_tok_s": sum(report["expected_rate"] for report in reports) / len(reports),
+        "expected_tok_s": statistics.mean([report["expected_rate"] for report in reports if report["expected_rate"]] or [0.0]),
         "planning_ms": 1e3 * sum(report["seconds"] for report in reports) / max(1, steps),
         "timeline": [[step - timeline[0][0], *rest] for step, *rest in timeline],
         "timeline_steps": sum(reports[-1]["widths"].values()),

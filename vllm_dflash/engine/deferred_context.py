@@ -15,6 +15,8 @@ preempted or comes, and all of these show in the next step: other names, or a pr
 context; what it then writes to a block of a request that is gone, its new owner overwrites in the same step, before any read.
 Between the two lies the target's pass, which must not use those bytes: see the reasons of :func:`why_at_once`. Counterpart of
 ``pending_context.py``, which reads slots on the host and so follows blocks one by one.
+
+The planner is not told which step stores what waited: one in 16 or more is longer by the pass, and medians leave it out.
 """
 
 from collections.abc import Sequence
@@ -31,11 +33,12 @@ ENABLED = True
 MOST_STEPS = 32
 """That wait together: a request alone then pays a 32nd of a pass in each. A drafting step that finds rows pays one whole."""
 MOST_ROWS = 512
-"""Beyond some 150 rows the pass is bound by compute, so that waiting for more saves nothing."""
+"""Beyond some 150 rows, by the roofline, the pass is bound by compute: more of them save launches, not bytes."""
 MOST_BYTES = 32 << 20
 """Of hidden states that wait; 512 rows of 5 layers of 4096 in bfloat16 are 20 MiB."""
 LEAST_STEPS = 16
-"""Larger batches are stored in each step, by its graph: a pass for fewer steps is launched too often, kernel by kernel."""
+"""Batches of which fewer steps would fit, from 33 requests on, are stored in each step, by its graph: the pass is launched kernel
+by kernel, and has more than the 150 rows to begin with."""
 
 
 def why_at_once(vllm_config: VllmConfig, draft: DraftConfig) -> str | None:

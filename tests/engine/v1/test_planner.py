@@ -28,7 +28,7 @@ def force(planner, monkeypatch, choose):
     """Plans whose lengths are ``choose()`` for each request; the width is the largest of them."""
     from vllm_dflash.planner.plan import Plan
 
-    def plan(names, _context):
+    def plan(names, _context, **_):
         lengths = np.array([choose() for _ in names])
         return Plan(int(lengths.max()), lengths, 1.0)
 

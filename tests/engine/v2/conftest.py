@@ -265,3 +265,20 @@ def baseline(target):
     found = Engine(target).generate(known, 30)
     memory = dict(zip(map(tuple, known), found, strict=True))
     return lambda prompts, max_tokens=24: [memory[tuple(p)][:max_tokens] for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def allowed():
+    """Asynchronous scheduling is not turned off for CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
+        yield

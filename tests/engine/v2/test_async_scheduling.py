@@ -19,23 +19,6 @@ K = 3
 CROWD = [[(7 * i * i + 3 * i + 11 + n) % 90 for i in range(n)] for n in (90, 60, 28)]  # each needs another page very soon
 
 
-@pytest.fixture(scope="module")
-def allowed():
-    """Asynchronous scheduling is not turned off for CPUs."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls, vllm_config):
-        wanted = vllm_config.scheduler_config.async_scheduling
-        check(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
-        yield
-
-
 def test_a_step_ahead_with_preemption(allowed, target, draft, engine_of):
     """Breaks if our drafts make vLLM schedule step by step, or if a request that was pushed out with drafts under way resumes
     with them, or over holes in its context.

@@ -156,7 +156,7 @@ def force(planner, widths):
     """Plans with the widths of an iterator, in order."""
     from vllm_dflash.planner.plan import Plan
 
-    def plan(names, _context):
+    def plan(names, _context, **_):
         width = next(widths)
         return Plan(width, np.full(len(names), width), 1.0)
 

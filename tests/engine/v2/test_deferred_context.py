@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 
 K, PAGE = 7, 32
 TEXT = [(7 * i * i + 3 * i + 11) % 90 for i in range(70)]
@@ -30,16 +31,24 @@ LENGTHS = [30, 45, 20, 12, 50, 25, 14, 40, 28]
 PLANNED = {"speculative": {"num_speculative_tokens": K}, "additional_config": {"vllm_dflash": {"planner": "on"}}}
 
 
-@pytest.fixture(scope="module")
-def engine(target, make_draft, engine_of):
-    return engine_of(
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "a step ahead"])
+def engine(request, target, make_draft, engine_of):
+    if request.param:
+        if vllm.__version__.startswith("0.32"):
+            pytest.skip("dear under the interpreter; GPUs run newer vLLMs")
+        request.getfixturevalue("allowed")
+    engine = engine_of(
         target,
         make_draft(block=K + 1),
         **PLANNED,
         enable_prefix_caching=True,
         block_size=PAGE,
+        async_scheduling=request.param,
         num_gpu_blocks_override=7,  # four requests need 8 or more, and one is vLLM's own: some are preempted
     )
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    assert type(scheduler).__name__ == ("AsyncScheduler" if request.param else "Scheduler")
+    return engine
 
 
 @pytest.fixture
@@ -80,13 +89,29 @@ def follow(engine, widths):
     from vllm_dflash.engine.planning import planning_of
     from vllm_dflash.planner.planner import Plan
 
-    def plan(names, _context):
+    def plan(names, _context, **_):
         width = next(widths)
         return Plan(width, np.full(len(names), width), 1.0)
 
     planner = planning_of(engine.llm.llm_engine.engine_core.engine_core.scheduler).planner
     planner.plan = plan
     return planner
+
+
+def serve_in_spells(engine, seed):
+    """All prompts, in spells without drafts of any length, and a few steps with drafts between them."""
+    chooser = random.Random(seed)
+
+    def widths():
+        while True:
+            yield from [0] * chooser.choice([1, 2, 5, 9, 14])
+            yield from [K] * chooser.choice([1, 1, 2])
+
+    planner = follow(engine, widths())
+    try:
+        return engine.generate(PROMPTS, each=[{"max_tokens": length} for length in LENGTHS])
+    finally:
+        del planner.plan
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -96,26 +121,13 @@ def test_drafts_are_those_of_steps_that_store_at_once(engine, compare, seed):
     Breaks if a waiting row is lost, is stored twice or late, or reaches a block that has changed hands.
     """
 
-    def serve():
-        chooser = random.Random(seed)
-
-        def widths():
-            while True:
-                yield from [0] * chooser.choice([1, 2, 5, 9, 14])
-                yield from [K] * chooser.choice([1, 1, 2])
-
-        planner = follow(engine, widths())
-        try:
-            return engine.generate(PROMPTS, each=[{"max_tokens": length} for length in LENGTHS])
-        finally:
-            del planner.plan
-
-    waiting, at_once = compare(serve, PROMPTS)
+    before = preemptions(engine)
+    waiting, at_once = compare(lambda: serve_in_spells(engine, seed), PROMPTS)
     assert waiting[0] == at_once[0]
     assert waiting[1] == at_once[1]
     assert len(waiting[1]) > 20
     assert waiting[2].deferred_rows > 2 * waiting[2].catch_ups > 10
-    assert preemptions(engine) > 0
+    assert preemptions(engine) >= before + 2  # in both runs
 
 
 def test_a_cached_prefix_brings_the_rows_that_wait(engine, compare, monkeypatch):
@@ -279,6 +291,7 @@ def test_memory_is_bounded_in_steps_rows_and_bytes(max_requests, row_bytes, rows
         ({"data_parallel_size": 2}, {}, None, "data-parallel"),
         ({"pipeline_parallel_size": 2}, {}, None, "pipeline"),
         ({"decode_context_parallel_size": 2}, {}, None, "share requests"),
+        ({"prefill_context_parallel_size": 2}, {}, None, "share requests"),
         ({}, {"kv_transfer_config": object()}, None, "connector"),
         ({}, {"dynamic": False}, None, "every step drafts"),
         ({}, {}, 16, "window"),

@@ -40,7 +40,7 @@ def force(planner, widths):
 
     from vllm_dflash.planner.plan import Plan
 
-    def plan(names, _context):
+    def plan(names, _context, **_):
         width = next(widths)
         return Plan(width, np.full(len(names), width), 1.0)
 
