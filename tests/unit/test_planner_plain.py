@@ -107,10 +107,10 @@ def test_a_price_of_plain_steps_that_was_too_high_is_corrected(kind):
 def test_where_drafting_pays_trying_without_costs_little(kind):
     """Breaks if steps without drafts are tried again and again, or a batch that gains by far is asked at all."""
     for requests in (8, 64):
-        best = serve(make(kind), requests, 400, 0.75, host=0.3)
-        planner = make(kind)
-        widths = [planner.plan([str(number) for number in range(requests)], 0).width for _ in range(3)]
-        assert min(widths) > 0
+        widths: list[int] = []
+        best = serve(make(kind), requests, 400, 0.75, host=0.3, widths=widths)
+        assert widths.count(0) <= (0 if requests == 8 else 9)
+        assert min(widths[:3]) > 0
         assert best < (0.5 if requests == 8 else 0.75)
 
 
