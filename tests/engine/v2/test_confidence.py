@@ -181,7 +181,7 @@ def test_text_and_confidences_whatever_the_widths(adaptive, target, draft, promp
     """Greedy text, the drafts of the reference, vLLM's odds; the planner sees confidences and the rows that were verified.
 
     Breaks if rows of drafts that were cut count as context, a narrow step's confidences land on another position or request, or
-    the planner reckons with rows that were never verified.
+    the planner reckons with rows that were never verified, or reports them.
     """
     expected = baseline(prompts, 12)
     proposals, width_of = widths_of(adaptive, prompts)
@@ -191,7 +191,10 @@ def test_text_and_confidences_whatever_the_widths(adaptive, target, draft, promp
     adaptive.planning.planner.costs.observe = lambda *args: learnt.append(args[0]) or observe(*args)
     head = adaptive.speculator._fused_head
     head.seen.clear()
+    adaptive.planning.report(reset=True)
     assert adaptive.generate(prompts, 12) == expected
+    reports = [adaptive.planning.report(reset=True)["verified"] for _ in range(2)]
+    assert reports == [sum(kept for _, kept in adaptive.checked), 0]  # what was cut is not counted, nor in the next report
     vars(adaptive.planning.planner.costs).pop("observe")
     made, checked = np.array(adaptive.checked).sum(axis=0)
     assert 0 < checked < made
