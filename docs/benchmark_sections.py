@@ -14,6 +14,7 @@ from benchmark_tables import (
     name_of,
     picture,
     ratio,
+    repetitions,
     result,
     source,
     speed_field,
@@ -46,10 +47,8 @@ def _length(cell: dict[str, Row], arm: str) -> str:
 
 
 def _method(provenance: Row, rows: list[Row]) -> str:
-    model, repeats = provenance["model"], [row["repeats"] for row in rows]
-    least, most = min(repeats), max(repeats)
-    span = str(most) if least == most else f"{least} to {most}"
-    spoken = "one repetition" if most == 1 else f"medians of {span} repetitions"
+    model, span = provenance["model"], repetitions(rows)
+    spoken = "one repetition" if span == "1" else f"medians of {span} repetitions"
     return (
         f"{model[:1].upper()}{model[1:]}, K = {provenance['k']}, {provenance['dtype']}; a load is prompts, temperature (T) and "
         f"requests at the same time. All arms in one run, taking turns; tokens per second while all requests decode, "

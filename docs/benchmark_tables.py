@@ -105,6 +105,12 @@ def name_of(load: Load) -> str:
     return f"{prompts}, T {temperature:g}, {requests}"
 
 
+def repetitions(rows: list[Row]) -> str:
+    """How many there were of a cell, from fewest to most."""
+    least, most = min(row["repeats"] for row in rows), max(row["repeats"] for row in rows)
+    return str(most) if least == most else f"{least} to {most}"
+
+
 def spread(rows: list[Row]) -> str:
     """How far repetitions of a cell lie apart."""
     worst = max(row.get("tok_s_spread", 0.0) for row in rows)

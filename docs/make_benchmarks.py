@@ -18,7 +18,21 @@ from benchmark_sections import (
     soak,
     verify_lengths,
 )
-from benchmark_tables import Row, by_arm, data, figure, loads, name_of, ratio, result, source, speed_field, spread, table, value
+from benchmark_tables import (
+    by_arm,
+    data,
+    figure,
+    loads,
+    name_of,
+    ratio,
+    repetitions,
+    result,
+    source,
+    speed_field,
+    spread,
+    table,
+    value,
+)
 from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 
@@ -115,14 +129,9 @@ def planner_cpu() -> str:
     text = (
         f"## CPU, the demo pair and the planner\n\nK = {provenance['k']}, {provenance['dtype']}, while all requests decode; a "
         "whole run ends with its slowest answer. Arm *ours* has the planner on, which is the default of CPUs. "
-        f"Medians of {_repeats(rows)}; {spread(rows)}.\n\n"
+        f"Medians of {repetitions(rows)}; {spread(rows)}.\n\n"
     )
     return text + table(head, lines) + "\n" + source("planner_cpu", provenance)
-
-
-def _repeats(rows: list[Row]) -> str:
-    few, many = min(row["repeats"] for row in rows), max(row["repeats"] for row in rows)
-    return str(few) if few == many else f"{few} to {many}"
 
 
 def cheaper_draft() -> str:

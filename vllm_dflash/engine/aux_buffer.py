@@ -33,9 +33,6 @@ from vllm.model_executor.models import interfaces
 from vllm_dflash.draft_config import DraftConfig
 from vllm_dflash.engine.capture import captured_layers, text_model
 
-ENABLED = True
-"""Measurements switch it off before an engine is built, to have vLLM's own lists."""
-
 _COLLECT = "_maybe_add_hidden_state"
 _COMPILE_KEY = "vllm_dflash_aux"
 
@@ -47,7 +44,6 @@ def why_not_in_place(target: nn.Module, vllm_config: VllmConfig, draft: DraftCon
     layers = captured_layers(draft)
     size = vllm_config.scheduler_config.max_num_batched_tokens * len(layers) * draft.target_hidden_size
     reasons = {
-        "switched off": not ENABLED,
         f"target {type(target).__name__} collects them its own way": holder is target or not _collects_by_method(holder),
         "the target captures other layers": getattr(holder, "aux_hidden_state_layers", ()) != tuple(i + 1 for i in layers),
         "pipeline stages hand them on": parallel.pipeline_parallel_size > 1,

@@ -28,8 +28,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dflash.draft_config import DraftConfig
 
-ENABLED = True
-"""Measurements switch it off before an engine is built."""
 MOST_STEPS = 32
 """That wait together: a request alone then pays a 32nd of a pass in each. A drafting step that finds rows pays one whole."""
 MOST_ROWS = 512
@@ -47,11 +45,9 @@ def why_at_once(vllm_config: VllmConfig, draft: DraftConfig) -> str | None:
     windows = [layer.window for layer in draft.layers if layer.window is not None and layer.frees]
     split = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
     reasons = {
-        "switched off": not ENABLED,
         "every step drafts": not vllm_config.speculative_config.uses_dynamic_speculative_decoding(),
         "data-parallel ranks run the same as each other": parallel.data_parallel_size > 1,
-        "pipeline stages take turns with batches, so that no two steps in a row have the same": parallel.pipeline_parallel_size
-        > 1,
+        "pipeline stages take turns with batches": parallel.pipeline_parallel_size > 1,  # no two steps in a row have the same
         "ranks share requests, which was not tried": split,
         "a KV connector saves blocks when a step ends": vllm_config.kv_transfer_config is not None,
         "a window lets go of blocks whose rows would still wait": min(windows, default=MOST_STEPS) < MOST_STEPS,

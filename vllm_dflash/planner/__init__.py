@@ -6,6 +6,8 @@ Plain Python and numpy; the engine's side is in ``engine/planning.py``. The form
 ============== =================================================================
 acceptance.py  how likely each request's next drafts survive, from its history
 costs.py       what a step costs by its rows, from observed times
+row_curve.py   seconds by rows of one pass · context_slope.py what contexts add
+widths.py      which widths there are · plan.py what a plan is, and what plans are worth
 planner.py     the choice: best rate, held steady, probed now and then
 measured.py    draft times on their way from the worker to the planner
 confidences.py how likely drafts survive where the device cuts them, from their confidences

@@ -135,21 +135,18 @@ class StepCosts:
         What it has not run is taken from what it has, by the difference of passes on their own where those were timed: the curve
         of all batches would lay the host's part of large ones upon the rows that only they have.
         """
-        curve = self.verify.alone(verify_rows) if self.verify.measured else self.verify(verify_rows)
         cells, share = self._cells(requests)
         if not cells:
             return self.verify(verify_rows)
-        found, weights = curve.copy(), np.full(len(curve), 1e-3)
-        knots = np.array(sorted(cells))
-        for at, rows in enumerate(verify_rows.tolist()):
-            knot = self.verify.knot(rows)
-            near = int(knots[np.abs(knots - knot).argmin()])
-            cell, there = cells[near], self.verify.knots[near : near + 1]
-            base = self.verify.alone(there) if self.verify.measured else self.verify(there)
-            found[at] = max(curve[at] + (share or 1.0) * (cell.mean - base[0]), 0.2 * cell.mean)
-            if near == knot and share is None:
-                weights[at] = cell.weight
-        return np.exp(rising(np.log(found), weights))
+        curve_of = self.verify.alone if self.verify.measured else self.verify
+        known = sorted(cells)
+        mean, weight = np.array([(cells[knot].mean, cells[knot].weight) for knot in known]).T
+        knots = self.verify.knots_of(verify_rows)
+        near = np.abs(np.array(known) - knots[:, None]).argmin(1)
+        beyond = (mean - curve_of(self.verify.knots[known]))[near]
+        found = np.maximum(curve_of(verify_rows) + (share or 1.0) * beyond, 0.2 * mean[near])
+        own = (np.array(known)[near] == knots) & (share is None)
+        return np.exp(rising(np.log(found), np.where(own, weight[near], 1e-3)))
 
     def _cells(self, requests: int) -> tuple[dict[int, Typical], float | None]:
         """What was observed of this batch size; where passes were timed alone, else of the nearest, and which part of it counts.

@@ -9,7 +9,7 @@ positions of highest survival, so one sort per width finds the optimum over all 
 import dataclasses
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -61,6 +61,22 @@ PLAIN_AGAIN = (64, 4096)
 requests: a price may have been learnt at a bad time, or never, as on a busy server nearly every step has a prefill in it."""
 
 
+class Turns:
+    """Turns to try something: the first at once, then after ``first`` steps, ``factor`` times as many each, ``last`` at most."""
+
+    def __init__(self, first: int, last: int, factor: int) -> None:
+        self._interval, self._last, self._factor = first, last, factor
+        self._next = 0
+
+    def due(self, now: int) -> bool:
+        """Whether step ``now`` may take a turn."""
+        return now >= self._next
+
+    def take(self, now: int) -> None:
+        """Step ``now`` does."""
+        self._next, self._interval = now + self._interval, min(self._factor * self._interval, self._last)
+
+
 class Planner:
     """Plans step by step, holding a width until another is clearly better.
 
@@ -91,10 +107,10 @@ class Planner:
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
-        self._plain_left, self._plain_tries = 0, Counter[int]()  # tries by power of two of the requests
-        self._plain_next: dict[int, int] = {}  # the step from which another one is due
-        self._now, self._news_from, self._news_wait = 0, 0, PROBE_EVERY[0]
-        self._met: set[str] = set()  # the requests of the last plan
+        self._now = self._plain_left = 0
+        self._plain: defaultdict[int, Turns] = defaultdict(lambda: Turns(*PLAIN_AGAIN, 4))  # by power of two of the requests
+        self._news = Turns(*PROBE_EVERY, 2)
+        self._met: set[str] = set()  # the requests of the last plan, of equal widths the last that decoded
         self._probed: dict[str, float] = {}
         self._probed_width = self._followed = 0
 
@@ -181,9 +197,9 @@ class Planner:
         """
         if self.per_request:
             self._wait, self._backoff = 0, 1
-        elif self._now >= self._news_from:
-            self._wait, self._news_from = 0, self._now + self._news_wait
-            self._news_wait = min(2 * self._news_wait, PROBE_EVERY[1])
+        elif self._news.due(self._now):
+            self._wait = 0
+            self._news.take(self._now)
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """One verified step, see :meth:`AcceptanceStats.observe`. A probe that did better than expected is followed up."""
@@ -229,7 +245,7 @@ class Planner:
         if best != self._held and gain > needed:
             self._held, self._since_change = best, 0
             self._wait, self._backoff = PROBE_EVERY[0], 1
-            self._news_from, self._news_wait = 0, PROBE_EVERY[0]
+            self._news = Turns(*PROBE_EVERY, 2)
         return self._held
 
     def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
@@ -244,7 +260,7 @@ class Planner:
             out_of_turn = held > 0 and self._may_plain_pay(len(request_ids), float(rates[held]))
             if out_of_turn:
                 at = 0
-                self._note_plain_try(len(request_ids).bit_length())
+                self._plain[len(request_ids).bit_length()].take(self._now)
             if at == 0 and not self.per_request:
                 self._plain_left = PLAIN_STEPS - 1
             lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
@@ -291,14 +307,7 @@ class Planner:
         """
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
-        due = self._now >= self._plain_next.get(requests.bit_length(), 0)
-        return due and requests > rate * self.costs.least(requests)
-
-    def _note_plain_try(self, load: int) -> None:
-        first, last = PLAIN_AGAIN
-        tries = min(self._plain_tries[load], 8)  # the interval is at its longest by then
-        self._plain_next[load] = self._now + min(first * 4**tries, last)
-        self._plain_tries[load] += 1
+        return self._plain[requests.bit_length()].due(self._now) and requests > rate * self.costs.least(requests)
 
     def _is_plain_due(self, requests: int, rate: float) -> bool:
         """Whether steps without drafts are tried before it is time for a probe: once a batch has settled.

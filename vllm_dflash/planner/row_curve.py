@@ -119,6 +119,10 @@ class RowCurve:
         """Number of the knot that ``rows`` belong to."""
         return bisect.bisect(self._borders, rows)
 
+    def knots_of(self, rows: Array) -> npt.NDArray[np.int64]:
+        """The same for each of ``rows``."""
+        return np.searchsorted(self._borders, rows, side="right")
+
     def beyond_knot(self, rows: int) -> float:
         """Seconds that ``rows`` cost more than the knot they belong to (or less); 0 while nothing is known.
 
