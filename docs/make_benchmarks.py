@@ -35,6 +35,7 @@ from benchmark_tables import (
 )
 from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
+from narrow_blocks_section import narrow_blocks
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
@@ -156,7 +157,7 @@ def cheaper_draft() -> str:
 def page() -> str:
     """The whole page."""
     parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
-    parts += [verify_lengths(), kernels(), soak(), sanitizer(), gpu_tests(), planner_cpu(), cpu()]
+    parts += [narrow_blocks(), verify_lengths(), kernels(), soak(), sanitizer(), gpu_tests(), planner_cpu(), cpu()]
     head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
     return "\n".join([head, *filter(None, parts)])
 

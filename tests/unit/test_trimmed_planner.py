@@ -46,7 +46,7 @@ def test_rates_are_those_of_the_best_cut():
     """Breaks if positions are not admitted in the order of their survival, or a width pays for another's draft pass."""
     survival = np.cumprod(np.random.default_rng(0).uniform(0.1, 1.0, (3, 3)), axis=1)
     costs, widths, rows = Costs(knee=2.0), np.array([0, 1, 3]), np.array([0, 2, 4])
-    found = trimmed_rates(survival, widths, costs, rows, 0)
+    found = trimmed_rates([survival[:, :width] for width in widths], widths, costs, rows, 0)
     for width, row, rate in zip(widths, rows, found, strict=True):
         best = max(
             (3 + sum(survival[r, :n].sum() for r, n in enumerate(lengths))) / costs.seconds(3 + sum(lengths), 3 * row, 0)

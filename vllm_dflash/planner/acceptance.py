@@ -5,13 +5,18 @@ For position j, ``c_j`` is the chance that draft j is accepted given that all be
 every position: a request's log-odds are the population's, moved by one number that all its tried positions tell
 (:func:`_moved`), so that three drafts a step also tell what seven would bring. Its own decayed counts correct that, with
 ``SHRINK`` imagined tries against them; survival is the running product.
+
+A narrower block guesses worse at every position (``narrow_blocks.py``). So all counts are as of blocks of full length, and the
+survival of a narrower one is less.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_dflash.planner.narrow_blocks import NarrowBlocks
 
 Array = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -36,10 +41,12 @@ class AcceptanceStats:
     Args:
         max_width: K, drafts per step at most.
         hope: standard deviations of the mean of a batch that its log-odds are taken above the most likely ones.
+        rows: of the block that each width runs in; without them all blocks are of full length.
     """
 
-    def __init__(self, max_width: int, hope: float = 0.0) -> None:
+    def __init__(self, max_width: int, hope: float = 0.0, rows: Mapping[int, int] | None = None) -> None:
         self.max_width, self.hope = max_width, hope
+        self.blocks = NarrowBlocks(rows or {max_width: max_width + 1}, REQUEST_DECAY)
         self._row_of: dict[str, int] = {}
         self._free: list[int] = []
         self._counts: Array = np.zeros((0, 2 * max_width))  # tries, then hits
@@ -51,11 +58,14 @@ class AcceptanceStats:
         tried, kept = np.divmod(np.arange((max_width + 1) ** 2), max_width + 1)
         self._news = np.concatenate([below[tried], below[kept]], axis=1)
         self._pending: list[tuple[Sequence[str], Sequence[int], Sequence[int]]] = []
+        # Answer to the last question, while nothing new is known: plans without drafts are made again as prices change.
+        self._told: tuple[tuple[Sequence[str], Sequence[int]], list[Array]] | None = None
 
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """One verified step: of ``drafted[i]`` drafts of a request the first ``accepted[i]`` were accepted; 0 drafted: no step.
 
-        The sequences are kept until they are counted, several steps at once: numpy costs as much for one.
+        The block is as wide as the most that were drafted. The sequences are kept until they are counted, several steps at
+        once: numpy costs as much for one.
         """
         self._pending.append((request_ids, drafted, accepted))
         if len(self._pending) >= AT_ONCE:
@@ -64,26 +74,53 @@ class AcceptanceStats:
     def _count(self) -> None:
         pending, self._pending = self._pending, []
         # The same list, or the same strings, from step to step: compared by identity.
-        for names, steps in itertools.groupby(pending, key=lambda step: step[0]):
-            _, drafted, accepted = zip(*steps, strict=True)
-            self._add(names, np.array(drafted, dtype=np.int64), np.array(accepted, dtype=np.int64))
+        for (names, width), steps in itertools.groupby(pending, key=lambda step: (step[0], max(step[1], default=0))):
+            if width:
+                _, drafted, accepted = zip(*steps, strict=True)
+                self._add(names, width, np.array(drafted, dtype=np.int64), np.array(accepted, dtype=np.int64))
 
-    def _add(self, names: Sequence[str], length: Rows, accepted: Rows) -> None:
-        """Count T steps of the same R requests: ``length`` and ``accepted`` are [T, R]."""
-        if not length.any():
-            return
+    def _add(self, names: Sequence[str], width: int, length: Rows, accepted: Rows) -> None:
+        """Count T steps of the same R requests in blocks of ``width``: ``length`` and ``accepted`` are [T, R]."""
         kept = np.minimum(accepted, length)
         tried = np.minimum(kept + 1, length)  # the first rejection is a try; what lies behind was not looked at
-        self._learn(names, tried, self._news.take(tried * (self.max_width + 1) + kept, axis=0))
+        self._learn(names, width, tried, self._news.take(tried * (self.max_width + 1) + kept, axis=0))
 
-    def _learn(self, names: Sequence[str], tried: Rows, news: Array) -> None:
-        """Add ``news`` [T, R, 2 K], tries and hits of T steps that looked at the first ``tried`` [T, R] positions."""
+    def _learn(self, names: Sequence[str], width: int, tried: Rows, news: Array) -> None:
+        """Add ``news`` [T, R, 2 K], tries and hits of T steps that looked at the first ``tried`` [T, R] positions.
+
+        They are of blocks of ``width``; the first is compared with what was expected, where that comes from other blocks.
+        """
+        self._told = None
+        if self.blocks.tells(width):
+            self._compare(names, width, news[0])
+        self.blocks.note(width, len(news))
+        news = self._of_full_width(width, news)
         rows = np.fromiter(map(self._row, names), dtype=np.int64, count=len(names))
         self._counts[rows] = _faded(self._counts.take(rows, axis=0), self._request_fade.take(tried, axis=0), news)
         reached = tried.max(1)
         before = self._population()
         self._all_counts = _faded(self._all_counts, self._population_fade.take(reached, axis=0), news.sum(1))
         self._carry(before, int(reached.max()))
+
+    def _compare(self, names: Sequence[str], width: int, news: Array) -> None:
+        """Tell how much better or worse than expected the drafts of a block of ``width`` did: ``news`` [R, 2 K] of one step."""
+        tries, hits = news[:, :width], news[:, self.max_width : self.max_width + width]
+        odds = log_odds(self._conditional(names, hope=0.0)[:, :width]) - self.blocks.lost(width)
+        rates = rate(odds)
+        told = float((tries * rates * (1 - rates)).sum())
+        counts, _ = self._counts_of(names)
+        known = float((counts[:, :width] * rates * (1 - rates)).sum())
+        if told > 0:
+            surprise = float((hits - tries * rates).sum()) / told
+            self.blocks.compare(width, float(np.clip(surprise, -1.5, 1.5)), 1.0 / told + 1.0 / (known + COMMON**-2))
+
+    def _of_full_width(self, width: int, news: Array) -> Array:
+        """Tries and hits [..., 2 K] of a block of ``width``, as of a full one."""
+        if width == self.max_width:
+            return news
+        hit, miss = self.blocks.widened(width)
+        tries, hits = news[..., : self.max_width], news[..., self.max_width :]
+        return np.concatenate([miss * tries + (hit - miss) * hits, hit * hits], axis=-1)
 
     def _population(self) -> Array:
         rates: Array = self._all_counts[self.max_width :] / self._all_counts[: self.max_width]
@@ -100,30 +137,53 @@ class AcceptanceStats:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Finished requests; unknown ones are ignored."""
         self._count()
+        self._told = None
         for name in request_ids:
             row = self._row_of.pop(name, None)
             if row is not None:
                 self._free.append(row)
 
     def survival(self, request_ids: Sequence[str]) -> Array:
-        """P(the first j + 1 drafts are all accepted) as [len(request_ids), K]; unknown requests get the population's."""
-        return np.cumprod(self._conditional(request_ids), axis=1, dtype=np.float64)
+        """See :meth:`survivals`, of a block of full width: [len(request_ids), K]."""
+        return self.survivals(request_ids, [self.max_width])[0]
 
-    def _conditional(self, request_ids: Sequence[str]) -> Array:
-        """The same of each draft by itself, given that all before it are accepted."""
+    def survivals(self, request_ids: Sequence[str], widths: Sequence[int]) -> list[Array]:
+        """For each of ``widths``: P(the first j + 1 of its drafts are all accepted) as [len(request_ids), width].
+
+        Unknown requests get the population's.
+        """
         self._count()
-        width = self.max_width
-        population = self._population()
+        if self._told is None or self._told[0] != (request_ids, widths):
+            self._told = (list(request_ids), widths), self._survivals(request_ids, widths)
+        return self._told[1]
+
+    def _survivals(self, request_ids: Sequence[str], widths: Sequence[int]) -> list[Array]:
+        rates = self._conditional(request_ids, self.hope)
+        return [np.cumprod(self._narrowed(rates, width), axis=1, dtype=np.float64) for width in widths]
+
+    def _narrowed(self, rates: Array, width: int) -> Array:
+        """Of ``rates`` [R, K] of a full block, each given that those before it are accepted: [R, width] of a narrower one."""
+        lost = self.blocks.lost(width) if width else 0.0
+        return rate(log_odds(rates[:, :width]) - lost) if lost else rates[:, :width]
+
+    def _counts_of(self, request_ids: Sequence[str]) -> tuple[Array, Rows]:
+        """[R, 2 K], 0 for requests that nothing is known of, and their rows, -1 for those."""
         rows = np.fromiter((self._row_of.get(name, -1) for name in request_ids), dtype=np.int64, count=len(request_ids))
-        known = self._counts if len(self._counts) else np.zeros((1, 2 * width))
+        known = self._counts if len(self._counts) else np.zeros((1, 2 * self.max_width))
         counts = known.take(np.maximum(rows, 0), axis=0)
         counts[rows < 0] = 0.0
+        return counts, rows
+
+    def _conditional(self, request_ids: Sequence[str], hope: float = 0.0) -> Array:
+        """The chance [R, K] of each draft of a full block by itself, given that all before it are accepted."""
+        width = self.max_width
+        counts, rows = self._counts_of(request_ids)
         tries, hits = counts[:, :width], counts[:, width:]
-        odds = log_odds(population)
+        odds = log_odds(self._population())
         common = _moved(odds, tries.sum(0, keepdims=True), hits.sum(0, keepdims=True), 0.0, COMMON)
         moved = _moved(odds, tries, hits, float(common[0]), SPREAD)
-        if self.hope:
-            moved += self.hope * _uncertain(odds + moved[:, None], tries, SPREAD) / len(rows) ** 0.5
+        if hope:
+            moved += hope * _uncertain(odds + moved[:, None], tries, SPREAD) / len(rows) ** 0.5
         expected = rate(odds + moved[:, None])
         rates: Array = (hits + SHRINK * expected) / (tries + SHRINK)
         return rates

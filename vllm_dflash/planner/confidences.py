@@ -9,7 +9,7 @@ the other way, to whoever decides where to cut. One engine of a process is serve
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +92,8 @@ class ConfidenceStats(AcceptanceStats):
     request; these offsets are put about what is expected now. Means by position stay as expected.
     """
 
-    def __init__(self, max_width: int) -> None:
-        super().__init__(max_width)
+    def __init__(self, max_width: int, rows: Mapping[int, int] | None = None) -> None:
+        super().__init__(max_width, rows=rows)
         self._request_fade[1:] = REQUEST_DECAY  # positions behind a narrow pass, too: what they told is of another text by then
         self._offsets: deque[Array] = deque()  # [requests, K] of one step each
         self._noted: list[tuple[Sequence[str], Array]] = []
@@ -109,26 +109,21 @@ class ConfidenceStats(AcceptanceStats):
 
     def _count(self) -> None:
         noted, self._noted = self._noted, []
-        for names, steps in itertools.groupby(noted, key=lambda step: step[0]):
-            self._add_confidences(names, [confidences for _, confidences in steps])
+        for (names, width), steps in itertools.groupby(noted, key=lambda step: (step[0], step[1].shape[1])):
+            self._add_confidences(names, width, np.stack([confidences for _, confidences in steps]))
 
-    def _add_confidences(self, names: Sequence[str], steps: list[Array]) -> None:
-        """Count T steps of the same R requests, each [R, its width]."""
-        news = np.zeros((len(steps), len(names), 2, self.max_width))
-        tried = np.zeros((len(steps), len(names)), dtype=np.int64)
-        for step, certain in enumerate(steps):
-            width = certain.shape[1]
-            tried[step] = width
-            news[step, :, 1, :width] = np.cumprod(certain, axis=1)
-            news[step, :, 0, 0] = 1.0
-            news[step, :, 0, 1:width] = news[step, :, 1, : width - 1]  # behind a rejection nobody would look
-        self._learn(names, tried, news.reshape(len(steps), len(names), -1))
+    def _add_confidences(self, names: Sequence[str], width: int, certain: Array) -> None:
+        """Count T steps of the same R requests, [T, R, width]."""
+        news = np.zeros((*certain.shape[:2], 2, self.max_width))
+        news[:, :, 1, :width] = np.cumprod(certain, axis=2)
+        news[:, :, 0, 0] = 1.0
+        news[:, :, 0, 1:width] = news[:, :, 1, : width - 1]  # behind a rejection nobody would look
+        self._learn(names, width, np.full(certain.shape[:2], width), news.reshape(*certain.shape[:2], -1))
         # About what is expected with these counted: what tells a request from others is in its level, and no spread besides.
-        odds = log_odds(self._conditional(names))
-        for certain in steps:
-            width = certain.shape[1]
+        odds = log_odds(self._narrowed(self._conditional(names), width))
+        for step in certain:
             offsets = np.empty((len(names), self.max_width))
-            offsets[:, :width] = log_odds(certain) - odds[:, :width]
+            offsets[:, :width] = log_odds(step) - odds
             offsets[:, width:] = offsets[:, :width].mean(1, keepdims=True)  # a block is easy throughout
             self._offsets.append(offsets)
         while sum(map(len, self._offsets)) - len(self._offsets[0]) >= POOL:
@@ -137,17 +132,24 @@ class ConfidenceStats(AcceptanceStats):
     def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Nothing: which drafts were verified is known to the device only."""
 
-    def survival(self, request_ids: Sequence[str]) -> Array:
-        """[len(request_ids), K], see above; in order of what they promise, not of requests."""
-        requests, expected = len(request_ids), self._conditional(request_ids)
-        level: Array = np.cumprod(expected, axis=1, dtype=np.float64)
-        if not self._offsets or not requests:
+    def _survivals(self, request_ids: Sequence[str], widths: Sequence[int]) -> list[Array]:
+        """[len(request_ids), width] of each, see above; in order of what they promise, not of requests."""
+        odds = log_odds(self._conditional(request_ids))
+        offsets = np.concatenate(list(self._offsets)) if self._offsets and request_ids else None
+        return [self._spread(odds[:, :width] - (self.blocks.lost(width) if width else 0.0), offsets) for width in widths]
+
+    @staticmethod
+    def _spread(odds: Array, offsets: Array | None) -> Array:
+        """Survival [R, width] of blocks whose drafts have log-odds ``odds`` [R, width] on average, and lie about them."""
+        requests, width = odds.shape
+        level: Array = np.cumprod(rate(odds), axis=1, dtype=np.float64)
+        if offsets is None or not width:
             return level
-        offsets = np.concatenate(list(self._offsets))
+        offsets = offsets[:, :width]
         offsets = offsets - offsets.mean(0)  # expectations that lag behind a change of text are no spread
         each = -(-POOL // requests)  # blocks per request
         chosen = np.arange(requests * each) * len(offsets) // (requests * each)
-        blocks = np.cumprod(rate(log_odds(expected).repeat(each, axis=0) + offsets[chosen]), axis=1)
+        blocks = np.cumprod(rate(odds.repeat(each, axis=0) + offsets[chosen]), axis=1)
         blocks = np.minimum.accumulate(np.minimum(blocks * (level.mean(0) / np.maximum(blocks.mean(0), 1e-300)), 1.0), axis=1)
         blocks = blocks[np.argsort(-blocks.sum(1), kind="stable")]
         parts: Array = blocks.reshape(requests, each, -1).mean(1)

@@ -112,7 +112,7 @@ class StepCosts:
 
     def by_rows(self, requests: int, most_rows: int, context: int) -> tuple[Array, Array]:
         """(rows, seconds) of steps without a draft pass, from ``requests`` rows to ``most_rows``, to interpolate in."""
-        rows = np.unique(np.round(np.linspace(requests, most_rows, PRICED + 1)))
+        rows = whole_numbers(requests, most_rows, PRICED)
         return rows, self.seconds(rows, 0, context, requests)
 
     def drafting(self, query_rows: npt.ArrayLike) -> Array:
@@ -158,3 +158,9 @@ class StepCosts:
             return self._by_batch.get(knot, {}), None
         near = min(self._by_batch, key=lambda other: abs(other - knot))
         return self._by_batch[near], min(1.0, requests / float(self.verify.knots[near]))
+
+
+def whole_numbers(first: int, last: int, parts: int) -> Array:
+    """Ascending, from ``first`` to ``last`` in some ``parts`` equal steps; ``np.unique`` would load a module while serving."""
+    numbers = np.linspace(first, last, parts + 1).round()
+    return numbers[np.diff(numbers, prepend=first - 1) > 0]

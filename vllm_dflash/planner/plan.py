@@ -2,6 +2,7 @@
 """What a plan is, and what plans are worth: tokens per second of drafts and verify lengths, by the formula of ``planner.py``."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +33,13 @@ class Plan:
     probe: bool = False
 
 
-def uniform_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
+def uniform_rates(survivals: Sequence[Floats], widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
     """Tokens per second where every request drafts and verifies the same number of tokens, for each of ``widths``.
 
-    ``survival`` [R, >= largest width]; ``query_rows``: rows per request of each width's draft pass.
+    ``survivals``: [R, width] of each; ``query_rows``: rows per request of each width's draft pass.
     """
-    requests = survival.shape[0]
-    tokens = requests + np.concatenate([[0.0], np.cumsum(survival.sum(0))])[widths]
+    requests = len(survivals[0])
+    tokens = requests + np.array([survival.sum() for survival in survivals])
     seconds = costs.seconds(requests * (1 + widths), requests * query_rows, context, requests)
     rates: Floats = tokens / np.where(widths > 0, seconds, costs.plain(requests, context))
     return rates

@@ -93,10 +93,11 @@ class Planner:
     ) -> None:
         self.widths = tuple(widths)
         self.costs = costs
-        self.acceptance = AcceptanceStats(self.widths[-1], HOPE if per_request else 0.0)
+        self._rows = {width: rows_of(width) for width in self.widths if width}
+        self.acceptance = AcceptanceStats(self.widths[-1], HOPE if per_request else 0.0, self._rows)
         self.per_request = per_request
         self._widths = np.array(self.widths)
-        self._query_rows = np.array([rows_of(width) if width else 0 for width in self.widths])
+        self._query_rows = np.array([self._rows.get(width, 0) for width in self.widths])
         self._clock = clock
         self._held: int | None = None
         self._fixed: int | None = None
@@ -172,9 +173,9 @@ class Planner:
         self._plain_left, self._probed, self._followed = 0, {}, 0
 
     def _replan(self, request_ids: list[str], context: int, *, decoding: bool) -> Plan:
-        survival = self.acceptance.survival(request_ids)
-        plans = self._fitted(survival, context) if self.per_request else []
-        rates = np.array([plan.rate for plan in plans]) if plans else self._rates(survival, context)
+        survivals = self.acceptance.survivals(request_ids, self.widths)
+        plans = self._fitted(survivals, context) if self.per_request else []
+        rates = np.array([plan.rate for plan in plans]) if plans else self._rates(survivals, context)
         held = self._choose(rates)
         if self.per_request and rates[held] <= rates[0]:
             held = self._held = 0  # the width that was held drafts for nobody
@@ -184,7 +185,7 @@ class Planner:
             self._met = set(request_ids)
         self._current = None
         if request_ids and (self._wait <= 0 or self._is_plain_due(len(request_ids), float(rates[held]))):
-            return self._probe(rates, held, survival, request_ids, context)
+            return self._probe(rates, held, survivals, request_ids, context)
         alike = self.widths[held]
         plan = plans[held] if plans else Plan(alike, np.full(len(request_ids), alike), float(rates[held]))
         self._current, self._planned_for, self._served = plan, request_ids, 0
@@ -222,17 +223,17 @@ class Planner:
             self._wait, self._backoff = 0, 1
         self._probed = {}
 
-    def _rates(self, survival: Floats, context: int) -> Floats:
-        return uniform_rates(survival, self._widths, self.costs, self._query_rows, context)
+    def _rates(self, survivals: Sequence[Floats], context: int) -> Floats:
+        return uniform_rates(survivals, self._widths, self.costs, self._query_rows, context)
 
-    def _fitted(self, survival: Floats, context: int) -> list[Plan]:
+    def _fitted(self, survivals: Sequence[Floats], context: int) -> list[Plan]:
         """For each width lengths up to it, by request, none at all unless that is well worth it."""
-        requests = len(survival)
+        requests = len(survivals[0])
         worth = WORTH * (1.0 - 1.0 / max(requests, 1))
         priced = self.costs.by_rows(requests, requests * (1 + self.widths[-1]), context)
         return [
             fitted_plan(survival, width, self.costs, rows, context, worth=worth, priced=priced)
-            for width, rows in zip(self.widths, self._query_rows.tolist(), strict=True)
+            for survival, width, rows in zip(survivals, self.widths, self._query_rows.tolist(), strict=True)
         ]
 
     def _choose(self, rates: Floats) -> int:
@@ -248,11 +249,11 @@ class Planner:
             self._news = Turns(*PROBE_EVERY, 2)
         return self._held
 
-    def _probe(self, rates: Floats, held: int, survival: Floats, request_ids: Sequence[str], context: int) -> Plan:
+    def _probe(self, rates: Floats, held: int, survivals: Sequence[Floats], request_ids: Sequence[str], context: int) -> Plan:
         """One step at the next wider or narrower width, or with drafts for some where there are none; then a wait by its cost."""
         share, out_of_turn = PROBE_SHARE, False
         if self.per_request and held == 0:
-            at, lengths, rate = self._some(survival, context)
+            at, lengths, rate = self._some(survivals, context)
             share *= max(self._at_stake(len(request_ids), context), 0.1)
         else:
             upwards = held == 0 or (self._upwards and held + 1 < len(self.widths))
@@ -275,17 +276,17 @@ class Planner:
         self._wait = int(np.clip(wait, *PROBE_EVERY))
         if at > held:
             drafting = lengths > 0
-            hope = float(survival[drafting, :width].sum(1).mean())  # of each alike: survival may come in another order
+            hope = float(survivals[at][drafting].sum(1).mean())  # of each alike: survival may come in another order
             self._probed = {name: hope for name, drafts in zip(request_ids, drafting.tolist(), strict=True) if drafts}
             self._probed_width = width
         return Plan(width, lengths, rate, probe=True)
 
-    def _some(self, survival: Floats, context: int) -> tuple[int, Lengths, float]:
+    def _some(self, survivals: Sequence[Floats], context: int) -> tuple[int, Lengths, float]:
         """A few requests in turn, at the width that is the best for them: its number, lengths of all, tokens per second."""
-        requests = len(survival)
+        requests = len(survivals[0])
         some = (np.arange(max(1, requests // FEW)) + self._turn) % requests
         self._turn += len(some)
-        tokens = requests + np.cumsum(survival[some].sum(0))[self._widths[1:] - 1]
+        tokens = requests + np.array([survival[some].sum() for survival in survivals[1:]])
         rows, drafted = requests + len(some) * self._widths[1:], len(some) * self._query_rows[1:]
         rates = tokens / self.costs.seconds(rows, drafted, context, requests)
         at = 1 + int(np.argmax(rates))

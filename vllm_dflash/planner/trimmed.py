@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_dflash.planner.confidences import ConfidenceStats
-from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.costs import StepCosts, whole_numbers
 from vllm_dflash.planner.plan import Floats, Lengths, Plan
 from vllm_dflash.planner.planner import Planner, RowsOf
 
@@ -23,20 +23,20 @@ _CUTS = 64
 """Numbers of verified drafts that are tried per width: the rate is flat around the best."""
 
 
-def trimmed_rates(survival: Floats, widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
+def trimmed_rates(survivals: Sequence[Floats], widths: Lengths, costs: StepCosts, query_rows: Lengths, context: int) -> Floats:
     """Tokens per second of each of ``widths`` with the best cut of its drafts.
 
-    ``survival`` [R, >= largest width]; ``query_rows``: rows per request of each width's draft pass.
+    ``survivals``: [R, width] of each; ``query_rows``: rows per request of each width's draft pass.
     """
-    requests = survival.shape[0]
+    requests = len(survivals[0])
     rates = []
-    grid, verify = costs.by_rows(requests, requests * (1 + survival.shape[1]), context)
-    for width, rows in zip(widths.tolist(), query_rows.tolist(), strict=True):
+    grid, verify = costs.by_rows(requests, requests * (1 + int(widths[-1])), context)
+    for survival, width, rows in zip(survivals, widths.tolist(), query_rows.tolist(), strict=True):
         if not width:
             rates.append(requests / costs.plain(requests, context))
             continue
-        best = np.sort(survival[:, :width], axis=None)[::-1]
-        cuts = np.unique(np.linspace(0, best.size, _CUTS + 1).astype(np.int64))
+        best = np.sort(survival, axis=None)[::-1]
+        cuts = whole_numbers(0, best.size, _CUTS).astype(np.int64)
         tokens = requests + np.concatenate([[0.0], np.cumsum(best)])[cuts]
         seconds = np.interp(requests + cuts, grid, verify) + costs.drafting(requests * rows)
         rates.append(float((tokens / seconds).max()))
@@ -65,7 +65,7 @@ class TrimmedPlanner(Planner):
 
     def __init__(self, widths: Sequence[int], costs: StepCosts, rows_of: RowsOf) -> None:
         super().__init__(widths, costs, rows_of, per_request=False, clock=time.perf_counter)
-        self.acceptance = ConfidenceStats(self.widths[-1])
+        self.acceptance = ConfidenceStats(self.widths[-1], self._rows)
         self._steps: dict[tuple[int, int], int] = {}  # by power of two of the requests and width
 
     def plan(self, request_ids: Sequence[str], context: int, *, decoding: bool = True) -> Plan:
@@ -89,5 +89,5 @@ class TrimmedPlanner(Planner):
             self._follow_up(float(np.cumprod(confidences, axis=1).sum()) > expected + DOUBT * confidences.size**0.5)
         self.acceptance.note(request_ids, confidences)
 
-    def _rates(self, survival: Floats, context: int) -> Floats:
-        return trimmed_rates(survival, self._widths, self.costs, self._query_rows, context)
+    def _rates(self, survivals: Sequence[Floats], context: int) -> Floats:
+        return trimmed_rates(survivals, self._widths, self.costs, self._query_rows, context)
