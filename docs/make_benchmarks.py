@@ -33,6 +33,7 @@ from benchmark_tables import (
     table,
     value,
 )
+from deferred_context_section import deferred_context
 from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 from narrow_blocks_section import narrow_blocks
@@ -157,7 +158,8 @@ def cheaper_draft() -> str:
 def page() -> str:
     """The whole page."""
     parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
-    parts += [narrow_blocks(), verify_lengths(), kernels(), soak(), sanitizer(), gpu_tests(), planner_cpu(), cpu()]
+    parts += [narrow_blocks(), verify_lengths(), deferred_context(), kernels(), soak(), sanitizer(), gpu_tests()]
+    parts += [planner_cpu(), cpu()]
     head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
     return "\n".join([head, *filter(None, parts)])
 

@@ -91,6 +91,28 @@ def test_lengths_of_several_widths_are_not_compared(pages):
     assert "| planned | 0.50 | 1.00 | 1.00 | 1.00 | - | - |" in page
 
 
+def test_a_step_whose_context_waits_is_compared_with_its_own_load(pages):
+    """Breaks if a gain is that of another load, is upside down, or a load of one arm ends in a traceback."""
+    put, make = pages
+    steps = {1: (5.0, 5.5), 32: (8.0, 8.04), 8: (6.0, None)}
+    rows = [
+        row(arm, requests, step_ms=taken, step_ms_spread=0.004, repeats=4, deferred_rows=640 * waits, catch_ups=20 * waits)
+        for requests, pair in steps.items()
+        for arm, taken, waits in zip(("waits", "at once"), pair, (requests, 0), strict=True)
+    ]
+    assert "context that waits" not in make.page()
+    put("deferred_context", rows[:-1])
+    page = make.page()
+    for line in (
+        "| 1 | 5.500 | 5.000 | 1.100 | 640 | 20 |",
+        "| 8 | - | 6.000 | - | 5,120 | 160 |",
+        "| 32 | 8.040 | 8.000 | 1.005 | 20,480 | 640 |",
+        "medians of 4 repetitions",
+        "0.4% at worst",
+    ):
+        assert line in page
+
+
 def test_failed_tests_are_named_and_groups_that_did_not_run_too(pages):
     """Breaks if a group that never ran is left out, or a failure is a number."""
     put, make = pages
