@@ -44,7 +44,7 @@ def tell(stats, text, width):
 @pytest.mark.parametrize("kind", [AcceptanceStats, ConfidenceStats])
 @pytest.mark.parametrize(("lost", "low", "high"), [(0.0, -0.12, 0.1), (0.6, 0.38, 0.65)])
 def test_what_a_narrow_block_loses_is_learnt_from_changes_of_width(kind, lost, low, high):
-    """Breaks if the number stays as guessed (0.25), or moves with the text: every 40 steps other requests come."""
+    """Breaks if the number stays as guessed (0.35), or moves with the text: every 40 steps other requests come."""
     stats = kind(7, rows=ROWS)
     for batch in range(8):
         text = Text(64, {3: lost}, seed=batch)
@@ -64,12 +64,12 @@ def test_one_width_alone_tells_nothing_of_it(kind):
         for _ in range(40):
             tell(stats, text, 3)
         stats.forget(text.names)
-    assert stats.blocks.lost(3) == pytest.approx(0.25)
+    assert stats.blocks.lost(3) == pytest.approx(0.5 * 0.5**0.5)
 
 
 def test_counts_of_a_narrow_block_say_what_a_full_one_would_do():
     """Breaks if acceptance is thought to be the same at every width: too much of narrow blocks, too little of wide ones."""
-    stats, text = AcceptanceStats(7, rows=ROWS), Text(256, {3: 0.25})
+    stats, text = AcceptanceStats(7, rows=ROWS), Text(256, {3: 0.5 * 0.5**0.5})
     for _ in range(30):
         tell(stats, text, 3)
     narrow, wide = stats.survivals(text.names, (3, 7))
