@@ -7,6 +7,7 @@ import pytest
 from vllm_dflash.planner.acceptance import AcceptanceStats, log_odds, rate
 from vllm_dflash.planner.confidences import ConfidenceStats
 from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.narrow_blocks import NarrowBlocks
 from vllm_dflash.planner.planner import Planner
 from vllm_dflash.planner.trimmed import TrimmedPlanner
 
@@ -65,6 +66,104 @@ def test_one_width_alone_tells_nothing_of_it(kind):
             tell(stats, text, 3)
         stats.forget(text.names)
     assert stats.blocks.lost(3) == pytest.approx(0.5 * 0.5**0.5)
+
+
+@pytest.mark.parametrize("kind", [AcceptanceStats, ConfidenceStats])
+@pytest.mark.parametrize(("first", "then"), [(3, 7), (7, 3)])
+@pytest.mark.parametrize("lost", [0.0, 0.6])
+def test_a_change_of_width_that_lasts_is_counted_once(kind, first, then, lost):
+    """Breaks if the first steps behind a change say the same again and again, as what was counted before it stays as it was: the
+    number went 0.35 below nothing, or 0.25 too far. Or if a narrow block is expected to do as well as a full one."""
+    found = []
+    for seed in range(3):
+        stats, text = kind(7, rows=ROWS), Text(256, {3: lost}, seed)
+        for _ in range(40):
+            tell(stats, text, first)
+        for _ in range(30):
+            tell(stats, text, then)
+            stats.survival(text.names)  # counts each step by itself
+        found.append(stats.blocks.lost(3))
+    assert np.mean(found) == pytest.approx(lost, abs=0.15)
+
+
+def moved_by(requests, surprise_of):
+    """How far one comparison moves what a block of 4 rows is thought to lose, after 40 wide steps of as many requests."""
+    stats, text = AcceptanceStats(7, rows=ROWS), Text(requests, {})
+    for _ in range(40):
+        tell(stats, text, 7)
+    stats.survival(text.names)
+    before = stats.blocks.lost(3)
+    stats.observe(text.names, [3] * requests, [surprise_of] * requests)
+    stats.survival(text.names)
+    return stats.blocks.lost(3) - before
+
+
+def test_one_request_says_less_than_many():
+    """Breaks if the luck of a single block counts as much as the mean of 256, or new requests as much as known ones."""
+    assert moved_by(256, 0) > 0.2 > 2 * moved_by(1, 0) > 0.0
+    stats, text = AcceptanceStats(7, rows=ROWS), Text(256, {})
+    for _ in range(40):
+        tell(stats, text, 7)
+    stats.forget(text.names)
+    others = Text(256, {}, seed=1)
+    stats.survival(others.names)
+    before = stats.blocks.lost(3)
+    stats.observe(others.names, [3] * 256, [0] * 256)
+    stats.survival(others.names)
+    assert 0.0 < stats.blocks.lost(3) - before < 0.3 * moved_by(256, 0)
+
+
+def test_widths_without_a_block_of_their_own_run_the_next():
+    """Breaks if drafts that a grammar, a limit or a plan has cut count as those of another block than made them."""
+    blocks = NarrowBlocks(ROWS, 0.94)
+    assert [blocks.lost(width) for width in (1, 2, 3, 4, 5, 6, 7)] == [blocks.lost(width) for width in (1, 3, 3, 7, 7, 7, 7)]
+    assert blocks.lost(1) > blocks.lost(3) > blocks.lost(7) == 0.0
+
+
+def test_what_is_known_fades_and_a_little_of_another_length_tells_nothing():
+    """Breaks if the last width is taken for all that is known, or what was known long ago counts as much."""
+    blocks = NarrowBlocks(ROWS, 0.94)
+    assert not blocks.tells(3)
+    blocks.note(7, 40)
+    assert blocks.tells(3)
+    assert not blocks.tells(7)
+    blocks.note(3, 1)
+    assert blocks.tells(3)
+    blocks.note(3, 40)
+    assert not blocks.tells(3)
+    blocks.note(7, 1)
+    assert not blocks.tells(3)
+    assert blocks.tells(7)
+
+
+def test_a_number_that_is_known_well_can_still_change():
+    """Breaks if certainty grows for ever: another draft, loaded into the running engine, would keep the numbers of the last."""
+    blocks = NarrowBlocks(ROWS, 0.94)
+    for surprise, target in ((0.0, 0.35), (-0.3, 0.65)):
+        for _ in range(300):
+            blocks.note(7, 20)
+            blocks.compare(3, surprise if abs(blocks.lost(3) - target) > 0.02 else 0.0, 0.01)
+    assert blocks.lost(3) == pytest.approx(0.65, abs=0.03)
+
+
+def test_no_single_comparison_is_believed_whole():
+    """Breaks if the text is taken to stay as it is from one step to the next: of very many requests one step would decide."""
+    blocks = NarrowBlocks(ROWS, 0.94)
+    blocks.note(7, 40)
+    before = blocks.lost(3)
+    blocks.compare(3, -0.3, 0.0)
+    assert 0.15 < blocks.lost(3) - before < 0.27
+
+
+def test_drafts_that_are_cut_are_those_of_the_block_that_made_them():
+    """Breaks if lengths of 3 and 2 out of blocks of 8 rows count as blocks of 4: their hits would be taken for luckier."""
+    cut, whole = (AcceptanceStats(7, rows=ROWS) for _ in range(2))
+    for _ in range(20):
+        cut.observe(["a", "b"], [3, 2], [3, 1], 7)
+        whole.observe(["a", "b"], [3, 2], [3, 1], 3)
+    assert cut.survival(["a"])[0, 2] < whole.survival(["a"])[0, 2]
+    assert cut.blocks.tells(3)
+    assert not cut.blocks.tells(7)
 
 
 def test_counts_of_a_narrow_block_say_what_a_full_one_would_do():
@@ -133,7 +232,7 @@ def serve(planner, text, steps, width=None):
         cut = requests * wide
         if isinstance(planner, TrimmedPlanner):
             cut = best_cut(chances, query_rows) if wide else 0
-            planner.note(text.names, chances)
+            planner.note(text.names, chances)  # of none, where nothing is drafted
         elif wide:
             planner.observe(text.names, [wide] * requests, text.accepted(chances).tolist())
         taken = verify(requests + cut) + draft(query_rows)

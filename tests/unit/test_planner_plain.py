@@ -280,3 +280,19 @@ def test_a_neighbour_without_drafts_is_probed_in_three_steps_and_pays_for_them()
     assert set(spells) == {"000"}
     begins = [step for step in range(1, 600) if widths[step] == 0 < widths[step - 1]]
     assert min(np.diff(begins)) >= 30  # three steps that lose a tenth each, at 1 % of the time
+
+
+def test_a_stale_price_of_plain_steps_does_not_keep_drafts_in_vain():
+    """As on a busy host: plain steps were seen in a bad time, and drafts of hopeless text have been made since. Breaks if the old
+    price stands until plain steps have their next turn, some 1024 steps later: a whole answer at 256 requests did."""
+    costs = measured_costs()
+    for _ in range(6):
+        costs.observe(256, 0, 0, 14e-3, 256)
+    for _ in range(2):
+        costs.observe(256, 512, 0, (bare(256) + 3.0 + draft(512)) / 1e3, 256)
+    assert costs.plain(256, 0) == pytest.approx(14e-3, rel=0.02)  # two may be luck
+    for _ in range(4):
+        costs.observe(256, 512, 0, (bare(256) + 3.0 + draft(512)) / 1e3, 256)
+    assert costs.plain(256, 0) == pytest.approx((bare(256) + 3.0) / 1e3, rel=0.02)
+    costs.observe(256, 0, 0, 14e-3, 256)
+    assert costs.plain(256, 0) == pytest.approx(14e-3, rel=0.02)  # what is seen now is not doubted

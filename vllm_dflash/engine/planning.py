@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -31,7 +31,7 @@ from vllm_dflash.planner.plan import Plan
 from vllm_dflash.planner.planner import OTHER_BATCH, Planner
 from vllm_dflash.planner.record import Record
 from vllm_dflash.planner.trimmed import TrimmedPlanner
-from vllm_dflash.planner.widths import draft_widths, schedule_of, widths_up_to
+from vllm_dflash.planner.widths import draft_widths, query_rows_of, schedule_of, widths_up_to
 from vllm_dflash.plugin import claims
 
 logger = init_logger("vllm.plugins.dflash")
@@ -41,6 +41,8 @@ KNEE_GPU, KNEE_CPU = 184.0, 8.0
 # load; 0.1e9, whose steps the host bounds, ran at 0.79 to 1.13 of K fixed (docs/benchmarks.md).
 _LARGE_TARGET = 2e9
 _PLANNING = "_vllm_dflash_planning"
+_MADE_BY = "_vllm_dflash_made_by"
+"""On a ``SchedulerOutput``: width of the pass that made the drafts it verifies, of which lengths and grammars cut some."""
 
 
 class PlannedWidth(int):
@@ -113,11 +115,6 @@ def _table_is_ours(vllm_config: Any) -> bool:
     return table is None or [tuple(row) for row in table] == _table(vllm_config)
 
 
-def _rows_of(graphed: Sequence[int], anchors: int) -> Callable[[int], int]:
-    """Query rows per request of a width: those of the narrowest draft pass that holds it, and ``anchors`` that draft nothing."""
-    return lambda wanted: next(width for width in graphed if width >= wanted) + anchors
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
     """What a scheduled step does, as far as it costs time."""
@@ -141,7 +138,7 @@ class StepPlanning:
         anchors = 0 if resolve_draft(config).sample_from_anchor else 1
         # Graphs of the draft exist for some widths only (see graphs.py); without graphs the block is as long as it has to be.
         graphed = draft_widths(width, anchors) if config.use_v2_model_runner else range(1, width + 1)
-        rows_of = _rows_of(graphed, anchors)
+        rows_of = query_rows_of(graphed, anchors)
         costs = StepCosts(KNEE_CPU if on_cpu else KNEE_GPU)
         drafts = measured.take_drafts()
         if config.use_v2_model_runner:  # V1 times every pass: those before are of an earlier engine of this process
@@ -163,7 +160,7 @@ class StepPlanning:
         self._lengths: dict[str, int] = {}
         self._steps: deque[_Step] = deque(maxlen=2 + 2 * self._ahead)
         self._last: float | None = None
-        self._drafts = 0  # of the last step, as scheduled
+        self._drafts = self._width = 0  # of the last step, as scheduled: drafts that it verifies, and makes of each request
         self._unlearnt = 0.0  # outputs to come of steps whose width was held
 
     def hold(self, width: int | None) -> None:
@@ -260,6 +257,8 @@ class StepPlanning:
         query_rows = drafting * self._rows_of(width) if width else 0
         context = sum(output.scheduled_cached_reqs.num_computed_tokens)
         self._drafts = drafts
+        setattr(output, _MADE_BY, self._width)
+        self._width = width
         if self._trimmed is None:
             self.record.verified += drafts
         self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts))
@@ -271,7 +270,8 @@ class StepPlanning:
         if self._unlearnt:
             self._unlearnt -= 1
         elif sampled and output.scheduled_spec_decode_tokens and self._trimmed is None:  # counts of cut drafts say nothing
-            self.planner.observe(*acceptance_of(output, runner_output.req_ids, sampled))
+            verified = acceptance_of(output, runner_output.req_ids, sampled)
+            self.planner.observe(*verified, getattr(output, _MADE_BY, 0) or None)
         if output.finished_req_ids:
             self.planner.acceptance.forget(output.finished_req_ids)
         self.record.seconds += time.perf_counter() - began

@@ -5,6 +5,7 @@ Plain Python and numpy; the engine's side is in ``engine/planning.py``. The form
 
 ============== =================================================================
 acceptance.py  how likely each request's next drafts survive, from its history
+narrow_blocks.py what drafts of a narrower block lose
 costs.py       what a step costs by its rows, from observed times
 row_curve.py   seconds by rows of one pass · context_slope.py what contexts add
 widths.py      which widths there are · plan.py what a plan is, and what plans are worth

@@ -57,27 +57,30 @@ class AcceptanceStats:
         self._population_fade = np.tile(1.0 - (1.0 - POPULATION_DECAY) * below, 2)
         tried, kept = np.divmod(np.arange((max_width + 1) ** 2), max_width + 1)
         self._news = np.concatenate([below[tried], below[kept]], axis=1)
-        self._pending: list[tuple[Sequence[str], Sequence[int], Sequence[int]]] = []
+        self._pending: list[tuple[Sequence[str], Sequence[int], Sequence[int], int]] = []
         # Answer to the last question, while nothing new is known: plans without drafts are made again as prices change.
         self._told: tuple[tuple[Sequence[str], Sequence[int]], list[Array]] | None = None
 
-    def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(
+        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], width: int | None = None
+    ) -> None:
         """One verified step: of ``drafted[i]`` drafts of a request the first ``accepted[i]`` were accepted; 0 drafted: no step.
 
-        The block is as wide as the most that were drafted. The sequences are kept until they are counted, several steps at
-        once: numpy costs as much for one.
+        ``width``: drafts of the pass that made them, where fewer are verified. The sequences are kept until they are counted,
+        several steps at once: numpy costs as much for one.
         """
-        self._pending.append((request_ids, drafted, accepted))
+        self._pending.append((request_ids, drafted, accepted, max(drafted, default=0) if width is None else width))
         if len(self._pending) >= AT_ONCE:
             self._count()
 
     def _count(self) -> None:
         pending, self._pending = self._pending, []
         # The same list, or the same strings, from step to step: compared by identity.
-        for (names, width), steps in itertools.groupby(pending, key=lambda step: (step[0], max(step[1], default=0))):
-            if width:
-                _, drafted, accepted = zip(*steps, strict=True)
-                self._add(names, width, np.array(drafted, dtype=np.int64), np.array(accepted, dtype=np.int64))
+        for (names, width), steps in itertools.groupby(pending, key=lambda step: (step[0], step[3])):
+            _, drafted, accepted, _ = zip(*steps, strict=True)
+            length = np.array(drafted, dtype=np.int64)
+            if length.any():
+                self._add(names, width, length, np.array(accepted, dtype=np.int64))
 
     def _add(self, names: Sequence[str], width: int, length: Rows, accepted: Rows) -> None:
         """Count T steps of the same R requests in blocks of ``width``: ``length`` and ``accepted`` are [T, R]."""
@@ -93,7 +96,7 @@ class AcceptanceStats:
         self._told = None
         if self.blocks.tells(width):
             self._compare(names, width, news[0])
-        self.blocks.note(width, len(news))
+        self.blocks.note(width, float((tried > 0).mean(1).sum()))
         news = self._of_full_width(width, news)
         rows = np.fromiter(map(self._row, names), dtype=np.int64, count=len(names))
         self._counts[rows] = _faded(self._counts.take(rows, axis=0), self._request_fade.take(tried, axis=0), news)
@@ -109,7 +112,7 @@ class AcceptanceStats:
         rates = rate(odds)
         told = float((tries * rates * (1 - rates)).sum())
         counts, _ = self._counts_of(names)
-        known = float((counts[:, :width] * rates * (1 - rates)).sum())
+        known = float((counts[:, :width] * rates * (1 - rates))[tries[:, 0] > 0].sum())
         if told > 0:
             surprise = float((hits - tries * rates).sum()) / told
             self.blocks.compare(width, float(np.clip(surprise, -1.5, 1.5)), 1.0 / told + 1.0 / (known + COMMON**-2))
@@ -153,8 +156,8 @@ class AcceptanceStats:
         Unknown requests get the population's.
         """
         self._count()
-        if self._told is None or self._told[0] != (request_ids, widths):
-            self._told = (list(request_ids), widths), self._survivals(request_ids, widths)
+        if self._told is None or self._told[0] != (request_ids, tuple(widths)):
+            self._told = (list(request_ids), tuple(widths)), self._survivals(request_ids, widths)
         return self._told[1]
 
     def _survivals(self, request_ids: Sequence[str], widths: Sequence[int]) -> list[Array]:

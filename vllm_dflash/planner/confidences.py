@@ -103,6 +103,8 @@ class ConfidenceStats(AcceptanceStats):
 
         Kept until they are counted, several steps at once: numpy costs as much for one.
         """
+        if not confidences.shape[1]:
+            return  # nothing was drafted
         self._noted.append((request_ids, np.clip(confidences, 0.0, 1.0).astype(np.float64)))
         if len(self._noted) >= AT_ONCE:
             self._count()
@@ -129,7 +131,9 @@ class ConfidenceStats(AcceptanceStats):
         while sum(map(len, self._offsets)) - len(self._offsets[0]) >= POOL:
             self._offsets.popleft()
 
-    def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(
+        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], width: int | None = None
+    ) -> None:
         """Nothing: which drafts were verified is known to the device only."""
 
     def _survivals(self, request_ids: Sequence[str], widths: Sequence[int]) -> list[Array]:

@@ -36,6 +36,7 @@ class StepCosts:
         """Steps in a row, up to the last, that took much longer than those before them."""
         self._by_batch: dict[int, dict[int, Typical]] = {}  # knots of requests, then of rows
         self._plain: dict[int, Typical] = {}  # by knot of requests
+        self._in_vain: dict[int, Typical] = {}  # of steps since then that drafted, and verified next to nothing
         self._context = 0  # of the last step
         self._slope = ContextSlope()
         self._draft_known = False
@@ -76,6 +77,9 @@ class StepCosts:
             cells[knot].observe(max(rest - self.verify.beyond_knot(verify_rows), 0.2 * rest), expected)
         if verify_rows == requests and not query_rows:
             self._plain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)  # no expectation: that is the point
+            self._in_vain.pop(self.verify.knot(requests), None)
+        elif requests and self.verify.knot(verify_rows) == self.verify.knot(requests):
+            self._in_vain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)
         self.verify.observe(verify_rows, rest)
 
     def seconds(self, verify_rows: npt.ArrayLike, query_rows: npt.ArrayLike, context: int, requests: int = 0) -> Array:
@@ -88,12 +92,16 @@ class StepCosts:
         """Predicted seconds of a step that neither verifies nor drafts.
 
         As observed, once such steps were seen: beside what the GPU does, drafting has a part on the host, which shows in steps
-        that verify, or are followed by a draft, and in no pass that is timed on its own.
+        that verify, or are followed by a draft, and in no pass that is timed on its own. Never more than later steps took
+        that draft in vain, without their draft: a price from a bad time would stand for whole answers.
         """
-        cell = self._plain.get(self.verify.knot(requests))
+        knot = self.verify.knot(requests)
+        cell = self._plain.get(knot)
         if cell is None:
             return float(self.seconds(np.array([requests]), 0, context, requests)[0])
-        return cell.mean + self._slope.value * context
+        later = self._in_vain.get(knot)
+        seconds = min(cell.mean, later.mean) if later is not None and later.weight >= BELIEVED else cell.mean
+        return seconds + self._slope.value * context
 
     def least(self, requests: int) -> float:
         """Seconds that such a step takes at least: its pass alone. Infinite where no pass was timed."""

@@ -202,11 +202,14 @@ class Planner:
             self._wait = 0
             self._news.take(self._now)
 
-    def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(
+        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], width: int | None = None
+    ) -> None:
         """One verified step, see :meth:`AcceptanceStats.observe`. A probe that did better than expected is followed up."""
-        if expected := self._expected_of_probe(request_ids, max(drafted, default=0)):
+        width = max(drafted, default=0) if width is None else width
+        if expected := self._expected_of_probe(request_ids, width):
             self._follow_up(sum(accepted) > expected + 2.0 * (expected + 1.0) ** 0.5)
-        self.acceptance.observe(request_ids, drafted, accepted)
+        self.acceptance.observe(request_ids, drafted, accepted, width)
 
     def _expected_of_probe(self, request_ids: Sequence[str], width: int) -> float:
         """Drafts expected to be accepted where a step of ``width`` is the probe of these requests, else 0.

@@ -80,7 +80,9 @@ class TrimmedPlanner(Planner):
         """Steps at ``width``: how many rows of one are verified is decided later."""
         return self._steps.get((len(lengths).bit_length(), width), 0)
 
-    def observe(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(
+        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], width: int | None = None
+    ) -> None:
         """Nothing, see :meth:`note`."""
 
     def note(self, request_ids: Sequence[str], confidences: Floats) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which draft widths there are to choose from, for the planner, for the draft's passes, and for vLLM's table."""
 
+from collections.abc import Callable, Sequence
+
 _LADDER = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 _GRAPH_LADDER = (1, 2, 3, 7, 15, 31, 63)
 """Where each width has its own graphs of the target, some 50: at K = 15 and 256 requests 284 of them, 373 with 5 and 11 too. By
@@ -26,6 +28,11 @@ def draft_widths(max_width: int, anchors: int) -> tuple[int, ...]:
     From 128 requests on, where few drafts pay, a pass of 4 rows for the one draft of width 1 would waste 10 % of a step.
     """
     return (*(rows - anchors for rows in (2, 4, 8, 16, 32, 64) if rows - anchors < max_width), max_width)
+
+
+def query_rows_of(graphed: Sequence[int], anchors: int) -> Callable[[int], int]:
+    """Query rows per request of a width: those of the narrowest draft pass that holds it, and ``anchors`` that draft nothing."""
+    return lambda wanted: next(width for width in graphed if width >= wanted) + anchors
 
 
 def schedule_of(max_width: int, max_requests: int) -> list[tuple[int, int, int]]:
