@@ -2,13 +2,14 @@
 """vLLM's adaptive verification beside drafts of changing width, and what it tells the planner.
 
 vLLM's manager picks, before each step, how many drafts the whole batch verifies (its *budget*, from confidences that reached the
-host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Four
+host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Five
 things change here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
 
 * its draft curve was taken at full width: it is scaled to the width in use;
 * its verification curve is that of bare passes: what steps of a row count take beyond them while serving (head, sampling, the
   host's part) is added, as the planner observes it;
 * positions that an earlier, narrower pass did not draft have no confidence yet: the budget takes the usual one of that position;
+* of few requests one step's confidences are luck: the budget takes what several steps let expect;
 * confidences and the rows that were really verified go to the planner, where it runs in the same process.
 """
 
@@ -68,6 +69,7 @@ class Trimming:
         manager.get_num_tokens, manager.record_confidences = self.get_num_tokens, self.record_confidences
         manager.set_cost_curves = self.set_cost_curves
         self._usual = confidences.UsualConfidence(manager.num_speculative_steps)
+        self._recent = confidences.RecentBlocks()
         self._drafted_for: tuple[list[str], npt.NDArray[Any]] = [], np.empty(0, dtype=np.int64)
         self._full: Any = None  # vLLM's cost tables, of full width
         self._by_width: dict[int, Any] = {}
@@ -86,6 +88,7 @@ class Trimming:
         if width:
             self._price(width, len(num_tokens_per_req))
             self._complete(list(num_tokens_per_req), width)
+            self._expect([name for name in num_tokens_per_req if len(draft_tokens.get(name, ())) == width], width)
         rows: int = self._count(num_tokens_per_req, draft_tokens)
         confidences.record_rows(rows)
         return rows
@@ -116,6 +119,7 @@ class Trimming:
         """Hand over what is known of a step: fp32 [len(names), its width]."""
         news = seen.astype(np.float64)
         self._usual.note(news)
+        self._recent.note(names, news)
         confidences.record_confidences(names, news)
 
     def _price(self, width: int, requests: int) -> None:
@@ -146,6 +150,14 @@ class Trimming:
         if missing.any():
             known[:, :width] = np.where(missing, self._usual.by_position[:width], known[:, :width])
             stale[slots] = known
+
+    def _expect(self, names: list[str], width: int) -> None:
+        """For few requests, what several steps let expect, in place of the one that the host's copy is of."""
+        expected = self._recent.expected(len(names), width)
+        if expected is not None:
+            manager = self._manager
+            slots = [manager.req_states.req_id_to_index[name] for name in names]
+            manager._stale_confidences[manager._stale_idx].np[slots, :width] = expected
 
 
 def trim(manager: Any, speculator: Any) -> None:

@@ -79,3 +79,89 @@ def test_the_list_of_names_stays_while_the_batch_does(trimmer):
         lists += [names for names, _ in mailbox.take_confidences()]
     assert len(lists) == 2
     assert lists[0] is lists[1]
+
+
+def budget(trimmer, places, drafts=K):
+    """Drafts of the next step that are verified."""
+    manager = trimmer._manager
+    manager.req_states.req_id_to_index = dict(places)
+    rows = trimmer.get_num_tokens(dict.fromkeys(places, 1 + drafts), {name: [0] * drafts for name in places})
+    return rows - len(places)
+
+
+@pytest.fixture
+def priced(trimmer):
+    """The same with prices: 1 ms a draft pass, 5 ms a verification and 0.02 ms for each of its rows."""
+    manager, states = trimmer._manager, trimmer._manager.req_states
+    states.num_computed_tokens_np = np.full(MOST, 9)
+    states.prefill_len = SimpleNamespace(np=np.full(MOST, 8))
+    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.02 * np.arange(64)
+    return trimmer
+
+
+EASY, HARD = [0.9, 0.9, 0.9], [0.001, 0.001, 0.001]
+
+
+def test_a_hard_block_does_not_cut_the_easy_one_behind_it(priced):
+    """Breaks if the budget of one request follows the block before, which says next to nothing of the next."""
+    step(priced, {"a": 2})
+    for values in (EASY, HARD, EASY, EASY, HARD):
+        step(priced, {"a": 2}, {2: values})
+    assert budget(priced, {"a": 2}) == K
+    for _ in range(30):
+        step(priced, {"a": 2}, {2: HARD})
+    assert budget(priced, {"a": 2}) == 0  # text that is hard throughout is cut
+
+
+def test_another_request_or_width_is_not_cut_by_what_came_before(priced):
+    """Breaks if blocks of a request that has left, or of a narrower pass, stand for those of the next."""
+    step(priced, {"a": 2})
+    for _ in range(20):
+        step(priced, {"a": 2}, {2: HARD})
+    assert budget(priced, {"a": 2}) == 0
+    manager = priced._manager
+    manager._stale_confidences[manager._stale_idx].np[5] = 1.0  # as vLLM begins a request
+    step(priced, {"new": 5})
+    manager._stale_confidences[manager._stale_idx].np[5] = 1.0
+    step(priced, {"new": 5}, {5: EASY})
+    assert budget(priced, {"new": 5}) == K
+    from vllm_dflash.planner.confidences import RecentBlocks
+
+    recent = RecentBlocks()
+    for names, width, known in (
+        (["a"], K, False),
+        (["a"], K, True),
+        (["a", "b"], K, True),
+        (["b"], K - 1, False),
+        (["c"], K - 1, False),
+    ):
+        recent.note(names, np.full((len(names), width), 0.5))
+        assert (recent.expected(1, width) is not None) == known
+
+
+def test_of_many_requests_the_latest_step_counts(priced):
+    """Breaks if a batch that is large enough is averaged over steps: where its text changes, the budget would lag behind."""
+    from vllm_dflash.planner.confidences import RecentBlocks
+
+    recent, names = RecentBlocks(), [str(number) for number in range(64)]
+    for chance in (0.9, 0.1):
+        recent.note(names, np.full((64, K), chance))
+    assert recent.expected(64, K) is None
+    assert recent.expected(16, K) is not None
+    assert recent.expected(16, K - 1) is None
+
+
+def test_what_is_expected_of_few_requests_is_what_comes(priced):
+    """Breaks if the averages are of another order than that of survivals, or change with the number of requests."""
+    from vllm_dflash.planner.confidences import RecentBlocks
+
+    random, names = np.random.default_rng(0), ["a", "b", "c", "d"]
+    recent, steps = RecentBlocks(), random.uniform(0.1, 1.0, (16, 4, K))
+    for confidences in steps:
+        recent.note(names, confidences)
+    found = recent.expected(4, K)
+    ranked = np.mean([np.sort(np.cumprod(one, axis=1), axis=None)[::-1] for one in steps], axis=0)
+    np.testing.assert_allclose(np.sort(np.cumprod(found, axis=1), axis=None)[::-1], ranked)
+    fewer = recent.expected(3, K)
+    assert np.cumprod(fewer, axis=1).mean() == pytest.approx(ranked.mean(), rel=0.02)
+    assert ((fewer > 0) & (fewer <= 1)).all()
