@@ -23,12 +23,8 @@ from benchmark_tables import (
     without_moving_lengths,
 )
 
-_SPOKEN = {"none": "none", "equal": "equal", "best": "best fixed K", "builtin": "built-in", "adaptive": "adaptive"}
-HELD = " K="
-"""In the name of an arm: the planner of the arm before it keeps this draft width."""
 
-
-def _below(ratios: Iterable[tuple[float | None, Load]], limit: float) -> str:
+def slower_than(ratios: Iterable[tuple[float | None, Load]], limit: float) -> str:
     """Loads below a limit, in words."""
     known = [(found, load) for found, load in ratios if found is not None]
     if not known:
@@ -37,7 +33,8 @@ def _below(ratios: Iterable[tuple[float | None, Load]], limit: float) -> str:
     return ", ".join(f"{name_of(load)} ({found:.2f})" for found, load in below) or "at no load"
 
 
-def _lowest(ratios: Iterable[tuple[float | None, Load]]) -> str:
+def lowest(ratios: Iterable[tuple[float | None, Load]]) -> str:
+    """The least of all, and its load."""
     known = [(found, load) for found, load in ratios if found is not None]
     return f"{min(known)[0]:.2f} ({name_of(min(known)[1])})" if known else "not measured"
 
@@ -46,7 +43,8 @@ def _length(cell: dict[str, Row], arm: str) -> str:
     return figure(cell, arm, "acceptance_length", 2)
 
 
-def _method(provenance: Row, rows: list[Row]) -> str:
+def method(provenance: Row, rows: list[Row]) -> str:
+    """What was run, and what its figures are."""
     model, span = provenance["model"], repetitions(rows)
     spoken = "one repetition" if span == "1" else f"medians of {span} repetitions"
     return (
@@ -68,7 +66,8 @@ def _moved(name: str) -> str:
     )
 
 
-def _equality(rows: list[Row]) -> str:
+def equality(rows: list[Row]) -> str:
+    """How many greedy answers are those without speculation."""
     found = [row for row in rows if "answers" in row]
     if not found:
         return ""
@@ -78,7 +77,8 @@ def _equality(rows: list[Row]) -> str:
     return f" Greedy answers equal to those without speculation: {same:,} of {answers:,}{rest}."
 
 
-def _mean(ratios: Iterable[float | None]) -> float | None:
+def mean(ratios: Iterable[float | None]) -> float | None:
+    """Geometric mean of those that were measured."""
     known = [math.log(found) for found in ratios if found]
     return math.exp(statistics.fmean(known)) if known else None
 
@@ -89,11 +89,11 @@ def _means(cells: dict[Load, tuple[dict[str, Row], str]]) -> str:
     lines = []
     for requests in sorted({load[2] for load in cells}):
         these = [entry for load, entry in cells.items() if load[2] == requests]
-        means = [_mean(value(cell, field, "ours", base) for cell, field in these) for base in bases]
+        means = [mean(value(cell, field, "ours", base) for cell, field in these) for base in bases]
         line = ["-" if mean is None else f"{mean:.2f}" for mean in means]
         for arm in arms:
             runs = [cell[arm]["vs_none_by_run"] for cell, _ in these if "vs_none_by_run" in cell.get(arm, {})]
-            first, second = (_mean(run[number] for run in runs) for number in (0, 1))
+            first, second = (mean(run[number] for run in runs) for number in (0, 1))
             line.append(f"{max(first, second) / min(first, second) - 1:.1%}" if first and second else "-")
         lines.append([str(requests), *line])
     head = ["requests", *(f"ours / {base}" for base in ("none", "built-in", "adaptive"))]
@@ -136,53 +136,13 @@ def side_by_side() -> str:
         for base in ("none", "builtin")
     ]
     text = (
-        f"## Side by side\n\n{_method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`. "
-        f"{alike(rows)}{_moved(name).strip()}{_equality(rows)} Slower than no speculation: {_below(lost[0][1], 1.0)}; slower "
-        f"than the built-in: {_below(lost[1][1], 1.0)}. No acceptance length where drafts had several widths.\n\n"
+        f"## Side by side\n\n{method(provenance, rows)} *Adaptive*: the built-in with `enable_adaptive_verification`. "
+        f"{alike(rows)}{_moved(name).strip()}{equality(rows)} Slower than no speculation: {slower_than(lost[0][1], 1.0)}; slower "
+        f"than the built-in: {slower_than(lost[1][1], 1.0)}. No acceptance length where drafts had several widths.\n\n"
     )
     drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
     drawn = f"{_unsteady(cells)}Geometric means of the loads below:\n\n" + _means(cells) + drawn
     return text + drawn + table([*head, "acceptance length built-in", "ours"], lines) + "\n" + source(name, provenance)
-
-
-def never_slower() -> str:
-    """The planner against no speculation, against every fixed width, against the built-in."""
-    name = "never_slower"
-    provenance, rows = result(name)
-    if not rows:
-        return ""
-    lines, found = [], {"none": [], "best": [], "builtin": [], "adaptive": []}
-    for load, cell in loads(rows).items():
-        field = speed_field(cell)
-        held = {arm: value(cell, field, arm, "none") or 0.0 for arm in cell if HELD in arm}
-        best = max(held, key=lambda arm: held[arm], default="")
-        bases = {"none": "none", "best": best, "builtin": "builtin", "adaptive": "adaptive"}
-        for key, base in bases.items():
-            found[key].append((value(cell, field, "ours", base), load))
-        fixed = f"{best.rpartition(HELD)[2]}: {held[best]:.2f}" if best else "-"
-        ratios = [ratio(cell, field, "ours", base) for base in bases.values()]
-        lines.append([name_of(load), ratios[0], fixed, *ratios[1:], *_chosen(cell)])
-    busy = {key: [entry for entry in found[key] if entry[1][2] in (32, 64, 128)] for key in ("builtin", "adaptive")}
-    text = (
-        f"## The planner, fixed widths and no speculation\n\n{_method(provenance, rows)} "
-        f"{alike(rows)}*Best fixed K*: the same engine with its planner told to keep a width, "
-        f"and the ratio to none of the best one.{_moved(name)} Lowest of ours: over none {_lowest(found['none'])}, over the best "
-        f"fixed K {_lowest(found['best'])}; at 32 to 128 requests over the built-in {_lowest(busy['builtin'])}, over its "
-        f"adaptive verification {_lowest(busy['adaptive'])}.\n\n"
-    )
-    text += "Geometric means by number of requests, without random tokens:\n\n" + _means_without_random(found)
-    drawn = picture(f"{name}_speedup", "speed-up over the number of requests") + picture(f"{name}_widths", "chosen draft widths")
-    head = [
-        "load",
-        "ours / none",
-        "best fixed K",
-        "ours / best fixed K",
-        "ours / built-in",
-        "ours / adaptive",
-        "widths",
-        "probes",
-    ]
-    return text + drawn + table(head, lines) + "\n" + source(name, provenance)
 
 
 def alike(rows: list[Row]) -> str:
@@ -192,28 +152,13 @@ def alike(rows: list[Row]) -> str:
     return "*Ours* verified as many drafts of each request, as `verify_lengths` equal does now. "
 
 
-def _left_out(provenance: Row) -> str:
+def left_out(provenance: Row) -> str:
     """What was measured and does not stand here, and why."""
     return f" Left out: {provenance['left_out']}." if "left_out" in provenance else ""
 
 
-def _means_without_random(found: dict[str, list[tuple[float | None, Load]]]) -> str:
-    counts = sorted({load[2] for entries in found.values() for _, load in entries})
-    lines = []
-    for requests in counts:
-        texts = [[one for one, load in entries if load[2] == requests and load[0] != "random"] for entries in found.values()]
-        means = [_mean(ratios) for ratios in texts]
-        lines.append([str(requests), *("-" if mean is None else f"{mean:.3f}" for mean in means)])
-    return table(["requests", *(f"ours / {_SPOKEN[base]}" for base in found)], lines) + "\n"
-
-
-def _chosen(cell: dict[str, Row]) -> list[str]:
-    """Shares of the widths that ours chose, and its probes."""
-    row = cell.get("ours", {})
-    return [_shares(row), str(row.get("probes", "-"))]
-
-
-def _shares(row: Row) -> str:
+def shares(row: Row) -> str:
+    """Parts of the steps that each width had."""
     widths = row.get("widths") or {}
     total = sum(widths.values())
     ranked = sorted(widths.items(), key=lambda item: -item[1])
@@ -245,38 +190,9 @@ def cheaper_drafter() -> str:
                 ]
             )
     head = ["load", "arm", "draft step ms", "/ built-in", "whole step / built-in", "tok/s / built-in", "acceptance length"]
-    text = f"## A cheaper draft: time\n\n{_method(provenance, rows)}{_equality(rows)} "
+    text = f"## A cheaper draft: time\n\n{method(provenance, rows)}{equality(rows)} "
     text += "No acceptance length where drafts had several widths, or were trimmed.\n\n"
     return text + table([*head, "to unchanged weights"], lines) + "\n" + source(name, provenance)
-
-
-def verify_lengths() -> str:
-    """What it brings that requests of a batch may have different numbers of drafts verified."""
-    name = "verify_lengths"
-    provenance, rows = result(name)
-    if not rows:
-        return ""
-    lines, found = [], {"none": [], "equal": [], "best": [], "builtin": [], "adaptive": []}
-    for load, cell in loads(rows).items():
-        field = speed_field(cell)
-        held = {arm: value(cell, field, arm, "none") or 0.0 for arm in cell if HELD in arm}
-        best = max(held, key=lambda arm: held[arm], default="")
-        bases = {"none": "none", "equal": "equal", "best": best, "builtin": "builtin", "adaptive": "adaptive"}
-        for key, base in bases.items():
-            found[key].append((value(cell, field, "ours", base), load))
-        steps = [figure(cell, arm, "step_ms", 1) for arm in ("none", "builtin", "equal", "ours")]
-        lines.append([name_of(load), *(ratio(cell, field, "ours", base) for base in bases.values()), *steps, *_chosen(cell)])
-    text = (
-        f"## Lengths by request\n\n{_method(provenance, rows)} *Ours*: as it comes, those drafts of the batch are verified that "
-        f"promise most; *equal*: as many of each request; *best fixed K*: equal, with its planner told to keep a width."
-        f"{_left_out(provenance)}{_equality(rows)} Lowest of ours over the best fixed K {_lowest(found['best'])}; slower than no "
-        f"speculation: {_below(found['none'], 1.0)}; slower than the built-in: {_below(found['builtin'], 1.0)}.\n\n"
-    )
-    text += "Geometric means by number of requests, without random tokens:\n\n" + _means_without_random(found)
-    drawn = picture(f"{name}_speedup", "speed-up over the number of requests")
-    head = ["load", *(f"ours / {_SPOKEN[base]}" for base in found)]
-    head += [f"step ms: {arm}" for arm in ("none", "built-in", "equal", "ours")] + ["widths", "probes"]
-    return text + drawn + table(head, lines) + "\n" + source(name, provenance)
 
 
 def kernels() -> str:

@@ -12,11 +12,9 @@ from benchmark_sections import (
     alike,
     cheaper_drafter,
     kernels,
-    never_slower,
     sanitizer,
     side_by_side,
     soak,
-    verify_lengths,
 )
 from benchmark_tables import (
     by_arm,
@@ -37,6 +35,7 @@ from deferred_context_section import deferred_context
 from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 from narrow_blocks_section import narrow_blocks
+from never_slower_section import never_slower
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
@@ -158,7 +157,7 @@ def cheaper_draft() -> str:
 def page() -> str:
     """The whole page."""
     parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
-    parts += [narrow_blocks(), verify_lengths(), deferred_context(), kernels(), soak(), sanitizer(), gpu_tests()]
+    parts += [narrow_blocks(), deferred_context(), kernels(), soak(), sanitizer(), gpu_tests()]
     parts += [planner_cpu(), cpu()]
     head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
     return "\n".join([head, *filter(None, parts)])

@@ -98,7 +98,7 @@ def test_results_that_are_yet_to_be_measured_get_their_sections(tmp_path, monkey
         "| chat, T 0, 128 | 100 | 2.00 | 2.50 | 3.00 | 1.50 | 1.20 | 3.00 | 3.00 |",
         "Slower than no speculation: code, T 0, 1 (0.90)",
         "](results/side_by_side_speedup.png)",
-        "| random, T 0, 256 | 3.00 | 3: 3.10 | 0.97 | 1.50 | 1.20 | 3: 97%, 7: 3% | 2 |",
+        "| random, T 0, 256 | 3: 3.10 | 3.00 | 0.97 | 1.50 | 1.20 | - | 6.0 | 6.0 | - | 6.0 | 3: 97%, 7: 3% | 2 |",
         "| chat, T 0, 1 | fp8 | 0.50 | 1.00 | 1.00 | 1.10 | 3.00 | +0.0 % |",
         "| head, 1 row | 10.0 | torch 2.50 | 90% | - |",
         "| 96 at a time | 9 | 4 | - | 2.50 2.51 | 1.2 |",

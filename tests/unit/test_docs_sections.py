@@ -42,7 +42,7 @@ def test_an_arm_that_is_missing_is_a_dash(pages, arm, with_it):
     put, make = pages
     arms = {"none", "builtin", "adaptive", "ours", "fixed", "planned", "trimmed", "equal"}
     rows = [row(name) for name in sorted({arm} if with_it else arms - {arm})]
-    for name in ("side_by_side", "never_slower", "gpu_speculator", "gpu_demo_pair", "cheaper_drafter", "verify_lengths"):
+    for name in ("side_by_side", "never_slower", "gpu_speculator", "gpu_demo_pair", "cheaper_drafter"):
         put(name, rows)
     put("cpu_speed", [each | {"batch": 1} for each in [row(arm, dtype="float32", k=3)]])
     page = make.page()
@@ -79,6 +79,19 @@ def test_means_of_the_planner_leave_random_tokens_out(pages):
         rows += [row(arm, 8, speed, prompts=prompts) for arm, speed in speeds.items()]
     put("never_slower", rows)
     assert "| 8 | 1.000 | 0.500 | 1.000 | - |" in make.page()
+
+
+def test_loads_of_the_planner_that_were_run_apart_stand_in_one_table(pages):
+    """Breaks if loads of the second run are left out, or lose to the first run's arms, or say not where they come from."""
+    put, make = pages
+    put("never_slower_random", [row("none", 256, prompts="random"), row("ours", 256, 90.0, prompts="random")])
+    assert "| random, T 0, 256 | - | 0.90 |" in make.page()
+    put("never_slower", [row("none", 8), row("ours", 8, 200.0), row("equal", 8, 160.0)])
+    put("never_slower_256", [row("none", 256, 400.0), row("ours", 256, 500.0)])
+    page = make.page()
+    for line in ("| 8 | 2.000 | - | - | - | 1.250 |", "| 256 | 1.250 |", "Slower than no speculation: random, T 0, 256 (0.90)"):
+        assert line in page
+    assert all(f"[results/{name}.json]" in page for name in ("never_slower", "never_slower_256", "never_slower_random"))
 
 
 def test_lengths_of_several_widths_are_not_compared(pages):
