@@ -294,5 +294,8 @@ def test_a_stale_price_of_plain_steps_does_not_keep_drafts_in_vain():
     for _ in range(4):
         costs.observe(256, 512, 0, (bare(256) + 3.0 + draft(512)) / 1e3, 256)
     assert costs.plain(256, 0) == pytest.approx((bare(256) + 3.0) / 1e3, rel=0.02)
-    costs.observe(256, 0, 0, 14e-3, 256)
+    costs.observe(256, 0, 0, (bare(256) + 3.0) / 1e3, 256)
+    assert costs.plain(256, 0) == pytest.approx((bare(256) + 3.0) / 1e3, rel=0.02)  # and does not come back with the first step
+    for _ in range(3):
+        costs.observe(256, 0, 0, 14e-3, 256)
     assert costs.plain(256, 0) == pytest.approx(14e-3, rel=0.02)  # what is seen now is not doubted

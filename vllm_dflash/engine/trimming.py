@@ -88,7 +88,8 @@ class Trimming:
         if width:
             self._price(width, len(num_tokens_per_req))
             self._complete(list(num_tokens_per_req), width)
-            self._expect([name for name in num_tokens_per_req if len(draft_tokens.get(name, ())) == width], width)
+            if len(num_tokens_per_req) < confidences.POOL:
+                self._expect([name for name in num_tokens_per_req if len(draft_tokens.get(name, ())) == width], width)
         rows: int = self._count(num_tokens_per_req, draft_tokens)
         confidences.record_rows(rows)
         return rows
@@ -107,6 +108,7 @@ class Trimming:
         seen = manager._stale_confidences[manager._stale_idx].np[slots]
         width = int(((seen > 0).mean(0) > 0.5).sum())  # all requests of a step draft alike
         if not width:
+            self._recent.idle()
             return
         at_home = manager.req_states.req_id_to_index
         drafted = (seen[:, :width] > 0).all(1) & [at_home.get(name) == slot for name, slot in zip(names, slots, strict=True)]
@@ -153,6 +155,7 @@ class Trimming:
 
     def _expect(self, names: list[str], width: int) -> None:
         """For few requests, what several steps let expect, in place of the one that the host's copy is of."""
+        names = self._recent.known(names)
         expected = self._recent.expected(len(names), width)
         if expected is not None:
             manager = self._manager

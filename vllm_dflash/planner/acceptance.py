@@ -95,7 +95,7 @@ class AcceptanceStats:
         """
         self._told = None
         if self.blocks.tells(width):
-            self._compare(names, width, news[0])
+            self._compare(names, width, news[int(np.argmax(tried.any(axis=1)))])
         self.blocks.note(width, float((tried > 0).mean(1).sum()))
         news = self._of_full_width(width, news)
         rows = np.fromiter(map(self._row, names), dtype=np.int64, count=len(names))

@@ -89,38 +89,53 @@ class RecentBlocks:
     """How good the best drafts of a next step will be, the second best, and so on, from the latest steps of the same requests.
 
     How many drafts are verified is decided before they are known to the host, which sees those of an earlier step. Of many
-    requests these are as good as the next; of few they are luck, and an easy block is cut for a hard one before it: at 1 and 8
-    requests, up to 7 % fewer tokens a step than with equal lengths, in no less time (``docs/results/never_slower.json``). So the
-    n-th best of several steps are averaged, of as many as have ``POOL`` blocks together.
+    requests these are as good as the next; of few they are luck, and an easy block is cut for a hard one before it. That is
+    thought to be why 1 and 8 requests had up to 7 % fewer tokens a step than with equal lengths, in no less time
+    (``docs/results/never_slower.json``). So the n-th best of several steps are averaged, of as many as have ``POOL`` blocks
+    together.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[Array] = deque(maxlen=LATEST)  # survivals of one step each, descending
-        self._width = 0
+        self._now = 0
+        self._steps: dict[int, deque[tuple[int, Array]]] = {}  # by width: when, and survivals of the step, descending
         self._names: Sequence[str] = ()
+        self._known: frozenset[str] = frozenset()
 
     def note(self, names: Sequence[str], confidences: Array) -> None:
-        """One step's, [requests, width]; steps of other requests, or of another width, are forgotten."""
-        if confidences.shape[1] != self._width or (names is not self._names and set(names).isdisjoint(self._names)):
-            self._steps.clear()
-        self._names, self._width = names, confidences.shape[1]
-        self._steps.append(np.sort(np.cumprod(confidences, axis=1), axis=None)[::-1])
+        """One step's, [requests, width]; what is known of requests that have all left is forgotten."""
+        self._now += 1
+        if names is not self._names:
+            if self._known.isdisjoint(names):
+                self._steps.clear()
+            self._names, self._known = names, frozenset(names)
+        if len(names) < POOL:  # the latest step of more is as good
+            ranked = np.sort(np.cumprod(confidences, axis=1), axis=None)[::-1]
+            self._steps.setdefault(confidences.shape[1], deque(maxlen=LATEST)).append((self._now, ranked))
+
+    def idle(self) -> None:
+        """A step without drafts: text goes on."""
+        self._now += 1
+
+    def known(self, names: Sequence[str]) -> list[str]:
+        """Those that a step was noted of; of others nothing is expected."""
+        return [name for name in names if name in self._known]
 
     def expected(self, requests: int, width: int) -> Array | None:
         """[requests, width]: confidences whose survivals are those to expect; None where the latest step is as good.
 
         Which request has which says nothing.
         """
-        steps = min(len(self._steps), -(-POOL // max(requests, 1)))
-        if steps < 2 or width != self._width:
+        if not 0 < requests < POOL:
+            return None
+        fresh = [one for at, one in reversed(self._steps.get(width, ())) if self._now - at < 2 * LATEST]
+        latest = fresh[: -(-POOL // requests)]
+        if len(latest) < 2:
             return None
         places = (np.arange(requests * width) + 0.5) / (requests * width)
-        latest = list(itertools.islice(reversed(self._steps), steps))
         for number, one in enumerate(latest):
             if len(one) != len(places):  # of more requests, or fewer
                 latest[number] = np.interp(places, (np.arange(len(one)) + 0.5) / len(one), one)
-        ranked = np.mean(latest, axis=0)
-        survival = ranked.reshape(requests, width)  # each row falls, as survivals of one request do
+        survival = np.mean(latest, axis=0).reshape(requests, width)  # each row falls, as survivals of one request do
         before = np.concatenate([np.ones((requests, 1)), survival[:, :-1]], axis=1)
         found: Array = np.minimum(survival / np.maximum(before, 1e-12), 1.0)
         return found

@@ -76,11 +76,17 @@ class StepCosts:
                 expected = None
             cells[knot].observe(max(rest - self.verify.beyond_knot(verify_rows), 0.2 * rest), expected)
         if verify_rows == requests and not query_rows:
-            self._plain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)  # no expectation: that is the point
-            self._in_vain.pop(self.verify.knot(requests), None)
+            self._observe_plain(self.verify.knot(requests), rest)
         elif requests and self.verify.knot(verify_rows) == self.verify.knot(requests):
             self._in_vain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)
         self.verify.observe(verify_rows, rest)
+
+    def _observe_plain(self, knot: int, rest: float) -> None:
+        """A step that neither verified nor drafted, for ``rest`` seconds; knot of its requests."""
+        cell, later = self._plain.get(knot), self._in_vain.pop(knot, None)
+        if cell is None or (later is not None and later.weight >= BELIEVED and later.mean < cell.mean):
+            cell = self._plain[knot] = Typical()  # a price that no longer stood does not come back with the first step
+        cell.observe(rest, None)  # no expectation: that is the point
 
     def seconds(self, verify_rows: npt.ArrayLike, query_rows: npt.ArrayLike, context: int, requests: int = 0) -> Array:
         """Predicted seconds; arrays of rows broadcast. ``requests``: as for :meth:`observe`, with rows ascending."""
@@ -92,8 +98,8 @@ class StepCosts:
         """Predicted seconds of a step that neither verifies nor drafts.
 
         As observed, once such steps were seen: beside what the GPU does, drafting has a part on the host, which shows in steps
-        that verify, or are followed by a draft, and in no pass that is timed on its own. Never more than later steps took
-        that draft in vain, without their draft: a price from a bad time would stand for whole answers.
+        that verify, or are followed by a draft, and in no pass that is timed on its own. Not more than later steps took
+        that verified next to no rows beside, without their draft: a price from a bad time would stand for whole answers.
         """
         knot = self.verify.knot(requests)
         cell = self._plain.get(knot)

@@ -61,6 +61,26 @@ def test_greedy_text_stays_whatever_is_cut(write_pair, engine_of, prompts, monke
     assert all(compared[-12:])
 
 
+def test_what_is_cut_counts_for_the_block_that_made_it(write_pair, engine_of, prompts, monkeypatch):
+    """Blocks of 7, of which 2 are verified, and of 3 in between. Breaks if the drafts of a step count for the block that it makes
+    itself, or for one of as many as are verified."""
+    from vllm_dflash.planner.plan import Plan
+
+    target, draft = write_pair(Draft(block=8), Target())
+    engine = engine_of(target, draft, speculative={"num_speculative_tokens": 7}, additional_config=PLANNED)
+    planner, told, widths = planning(engine).planner, [], itertools.cycle((7, 7, 3))
+
+    def plan(names, _context, **_):
+        return Plan(next(widths), np.full(len(names), 2), 1.0)
+
+    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(planner, "observe", lambda _names, drafted, _accepted, width: told.append((width, max(drafted))))
+    engine.generate(prompts[:1], 20)
+    made = [width for width, drafted in told if drafted]
+    assert {drafted for _, drafted in told if drafted} == {2}
+    assert made[:6] == list(itertools.islice(itertools.cycle((7, 7, 3)), 6))
+
+
 def test_drafting_resumes_over_a_whole_context(write_pair, engine_of, prompts, monkeypatch):
     """Sixteen steps without any draft, then full ones: their drafts are those of an engine that always drafted.
 

@@ -113,30 +113,102 @@ def test_a_hard_block_does_not_cut_the_easy_one_behind_it(priced):
     assert budget(priced, {"a": 2}) == 0  # text that is hard throughout is cut
 
 
-def test_another_request_or_width_is_not_cut_by_what_came_before(priced):
-    """Breaks if blocks of a request that has left, or of a narrower pass, stand for those of the next."""
+def test_a_new_request_is_not_cut_by_the_one_before_it(priced):
+    """Breaks if blocks of a request that has left stand for those of the next, or for one that has joined: its first drafts, of
+    which vLLM knows nothing and takes all, and its second, of which its own block is known."""
+    manager = priced._manager
+
+    def own(place, values):
+        manager._stale_confidences[manager._stale_idx].np[place] = values
+
     step(priced, {"a": 2})
     for _ in range(20):
         step(priced, {"a": 2}, {2: HARD})
     assert budget(priced, {"a": 2}) == 0
-    manager = priced._manager
-    manager._stale_confidences[manager._stale_idx].np[5] = 1.0  # as vLLM begins a request
+    own(5, 1.0)
+    assert budget(priced, {"a": 2, "new": 5}) == K
     step(priced, {"new": 5})
-    manager._stale_confidences[manager._stale_idx].np[5] = 1.0
+    own(5, 1.0)
+    assert budget(priced, {"new": 5}) == K
+    own(5, EASY)
+    assert budget(priced, {"new": 5}) == K
     step(priced, {"new": 5}, {5: EASY})
     assert budget(priced, {"new": 5}) == K
+
+
+def test_a_probe_of_another_width_leaves_what_is_known(priced):
+    """Breaks if one narrow step makes a block forget all others: the hard one behind it would cut the next."""
+    step(priced, {"a": 2})
+    for _ in range(16):
+        step(priced, {"a": 2}, {2: EASY})
+    step(priced, {"a": 2}, {2: [0.9, 0.0, 0.0]})
+    step(priced, {"a": 2}, {2: HARD})
+    assert budget(priced, {"a": 2}) == K
+
+
+def test_what_was_known_before_a_pause_is_forgotten():
+    """Breaks if, after many steps without drafts, text of long ago decides how many drafts of a probe are verified."""
     from vllm_dflash.planner.confidences import RecentBlocks
 
     recent = RecentBlocks()
-    for names, width, known in (
-        (["a"], K, False),
-        (["a"], K, True),
-        (["a", "b"], K, True),
-        (["b"], K - 1, False),
-        (["c"], K - 1, False),
-    ):
-        recent.note(names, np.full((len(names), width), 0.5))
-        assert (recent.expected(1, width) is not None) == known
+    for _ in range(20):
+        recent.note(["a"], np.full((1, K), 0.1))
+    assert recent.expected(1, K) is not None
+    for _ in range(40):
+        recent.idle()
+    assert recent.expected(1, K) is None
+
+
+def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
+    """vLLM's own two copies, with a device that answers at once. Breaks if averages that were put into one of them come back as
+    what a step's drafts were worth, whichever requests leave, come, or are passed over, and whatever the widths."""
+    import contextlib
+
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
+
+    from vllm_dflash.engine.trimming import Trimming
+    from vllm_dflash.planner import confidences as mailbox
+
+    still = SimpleNamespace(synchronize=lambda: None, record=lambda *_: None, wait_stream=lambda *_: None)
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(vllms.torch.cuda, name, lambda *_, **__: still)
+    for name in ("stream", "gpu_sync_allowed"):
+        monkeypatch.setattr(vllms, name, lambda *_: contextlib.nullcontext())
+    states = SimpleNamespace(num_speculative_steps=K, device=torch.device("cpu"), max_num_reqs=MOST, req_id_to_index={})
+    states.num_computed_tokens_np, states.prefill_len = np.full(MOST, 9), SimpleNamespace(np=np.full(MOST, 8))
+    manager = vllms.AdaptiveVerificationManager(states, torch.zeros(MOST + 1, dtype=torch.int32), 1, max_total_logits=1 << 20)
+    manager._confidence_probs.fill_(1.0)
+    for copy in manager._stale_confidences:
+        copy.gpu = torch.empty_like(copy.cpu)  # memory of its own
+    trimming = Trimming(manager, {1: 2, K: 4})
+    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.02 * np.arange(64)
+    random, alive, drafted, told = np.random.default_rng(0), {}, {}, 0
+    truth = {}
+    for number in range(400):
+        alive = {name: place for name, place in alive.items() if random.random() > 0.05}
+        fresh = {f"r{number}": next(place for place in range(MOST) if place not in alive.values())} if len(alive) < 3 else {}
+        alive |= fresh
+        states.req_id_to_index = dict(alive)
+        for place in fresh.values():
+            manager.add_request(place)
+        names = list(alive)[: None if random.random() > 0.1 else -1] or list(alive)
+        waiting = {name: [0] * drafted[name] for name in names if drafted.get(name)}
+        trimming.get_num_tokens({name: 1 + len(waiting.get(name, ())) for name in names}, waiting)
+        width = int(random.choice([0, 1, K], p=[0.2, 0.2, 0.6]))
+        probabilities = torch.zeros(len(names), K)
+        probabilities[:, :width] = torch.from_numpy(random.uniform(0.2, 0.99, (len(names), width)))
+        places = np.array([alive[name] for name in names])
+        prefills = np.array([name in fresh for name in names])
+        batch = SimpleNamespace(num_reqs=len(names), req_ids=names, idx_mapping_np=places, is_prefilling_np=prefills)
+        batch.idx_mapping = torch.from_numpy(places)
+        trimming.record_confidences(probabilities, batch)
+        for owners, news in mailbox.take_confidences():
+            for owner, row in zip(owners, news, strict=True):
+                np.testing.assert_allclose(row, truth[owner][: len(row)], rtol=1e-6)
+                told += 1
+        truth = dict(zip(names, probabilities.numpy(), strict=True))
+        drafted = dict.fromkeys(names, width)
+    assert told > 500
 
 
 def test_of_many_requests_the_latest_step_counts(priced):
@@ -147,8 +219,11 @@ def test_of_many_requests_the_latest_step_counts(priced):
     for chance in (0.9, 0.1):
         recent.note(names, np.full((64, K), chance))
     assert recent.expected(64, K) is None
+    for _ in range(2):
+        recent.note(names[:16], np.full((16, K), 0.5))
     assert recent.expected(16, K) is not None
     assert recent.expected(16, K - 1) is None
+    assert recent.known([*names[:2], "new", names[20]]) == names[:2]
 
 
 def test_what_is_expected_of_few_requests_is_what_comes(priced):
