@@ -6,7 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_dflash.bench.arms import parse_arms, planning_arm
+from vllm_dflash.bench.arms import parse_arms
 from vllm_dflash.bench.figures import cell_row, crowded, run_figures
 from vllm_dflash.bench.gate import Verdict, last_number, read_questions
 from vllm_dflash.bench.loads import Cell, parse_cells
@@ -315,17 +315,6 @@ def test_further_loads_that_cannot_be_measured(also, sentence):
     done = CliRunner().invoke(app, ["bench", "--also", json.dumps({"out": "other.json"} | also)])
     assert done.exit_code == 1
     assert sentence in " ".join(done.stderr.split())
-
-
-def test_the_planner_that_is_held_must_be_one():
-    """Breaks if the widths are given to an arm whose planner is off, or to any of two."""
-    off = 'fixed=ours:{"engine": {"additional_config": {"vllm_dflash": {"planner": "off"}}}}'
-    equal = 'alike=ours:{"engine": {"additional_config": {"vllm_dflash": {"verify_lengths": "equal"}}}}'
-    assert planning_arm(parse_arms("none,ours", [off])).name == "ours"
-    assert planning_arm(parse_arms("none,ours", [off, equal])).name == "alike"  # a fixed K verifies all of its drafts
-    for arms in (parse_arms("none", [off]), parse_arms("ours", ["again=ours"])):
-        with pytest.raises(UserError, match=r"--hold: found .* of kind ours with a planner; expected one"):
-            planning_arm(arms)
 
 
 def test_pictures_are_drawn(tmp_path):

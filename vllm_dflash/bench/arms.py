@@ -41,29 +41,6 @@ def parse_arms(names: str, further: Sequence[str]) -> list[BenchArm]:
     return arms
 
 
-def planning_arm(arms: Sequence[BenchArm]) -> BenchArm:
-    """The arm whose planner is told to hold a width: of several the one with equal lengths, as a fixed K verifies all of them.
-
-    Raises:
-        UserError: there is none, or more than one.
-    """
-    found = [arm for arm in arms if arm.kind == "ours" and _option(arm, "planner") != "off"]
-    if len(found) > 1:
-        found = [arm for arm in found if _option(arm, "verify_lengths") == "equal"] or found
-    if len(found) != 1:
-        names = ", ".join(arm.name for arm in found) or "none"
-        raise UserError(
-            f"--hold: found {names} of kind ours with a planner; expected one, or one of them with verify_lengths equal. Leave "
-            "--hold out, or the others."
-        )
-    return found[0]
-
-
-def _option(arm: BenchArm, name: str) -> Any:
-    options = arm.engine.get("additional_config", {}).get("vllm_dflash", {})
-    return options.get(name) if isinstance(options, dict) else None
-
-
 def _parse(text: str) -> BenchArm:
     name, _, rest = text.partition("=")
     kind, _, settings = rest.partition(":")

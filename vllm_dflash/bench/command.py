@@ -14,9 +14,10 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from vllm_dflash.bench.arms import BenchArm, parse_arms, planning_arm
+from vllm_dflash.bench.arms import BenchArm, parse_arms
 from vllm_dflash.bench.dummy import ENGINE, dummy_prompts, synthetic, write_dummy_pair
 from vllm_dflash.bench.gate import DEFAULT_PAIR, GSM8K, pass_gate, read_questions
+from vllm_dflash.bench.hold import need_in_process, planning_arm, widths_to_hold
 from vllm_dflash.bench.loads import numbers, parse_cells
 from vllm_dflash.bench.plots import need_matplotlib
 from vllm_dflash.bench.prompts import RANDOM, load_set, split_name
@@ -90,14 +91,17 @@ def run(asked: BenchRequest) -> None:
     if asked.gate is not None:
         _judge(asked, common, console)
         return
-    compared = parse_arms(asked.arms, asked.arm or [])
+    compared = [replace(arm, engine=common | arm.engine) for arm in parse_arms(asked.arms, asked.arm or [])]
+    held = any(request.hold is not None for request in requests)
+    if held:
+        need_in_process(compared)
     pair = _pair(asked, console)
     studies = [_study(request, pair, compared, begin) for request in requests]
     if asked.dummy is not None:
         common = ENGINE | common
         compared = [replace(arm, speculative=synthetic(asked.survival, pair.k) | arm.speculative) for arm in compared]
     with ExitStack() as stack:
-        engines = _start(compared, pair, asked.dtype, common, console, stack)
+        engines = _start(compared, pair, asked.dtype, common, console, stack, in_process=held)
         _measure_all(studies, engines, compared, pair, console)
 
 
@@ -161,13 +165,14 @@ def _study(asked: BenchRequest, pair: Pair, arms: Sequence[BenchArm], begin: flo
     )
     if not cells:
         raise UserError(f"--prompts: found {asked.prompts!r}; expected names separated by commas, for example chat,code.")
+    hold = widths_to_hold(asked.hold, pair, arms)
     origin = {"model": _described(asked, pair), "dtype": asked.dtype, "k": pair.k, "max_tokens": length}
     return Study(
         cells=cells,
         sets=_sets(names, asked, pair, max(cell.concurrency * cell.repeats for cell in cells)),
         ignore_eos=not asked.stop_at_end,
         runs=asked.repeat_run,
-        hold=_widths_to_hold(asked, pair.k, arms),
+        hold=hold,
         compare=asked.dummy is None and not any("rejection_sample_method" in arm.speculative for arm in arms),
         output=Output(asked.out, asked.plots, asked.page),
         origin=provenance(**origin, ignore_eos=not asked.stop_at_end),
@@ -180,16 +185,6 @@ def _sets(names: Sequence[str], asked: BenchRequest, pair: Pair, count: int) -> 
         return {RANDOM: dummy_prompts(asked.dummy, asked.prompt_tokens)}
     plain = dict.fromkeys(name for name, _ in map(split_name, names))
     return {name: load_set(name, pair, tokens=asked.prompt_tokens, count=count) for name in plain}
-
-
-def _widths_to_hold(asked: BenchRequest, k: int, arms: Sequence[BenchArm]) -> list[int]:
-    if asked.hold is None:
-        return []
-    planning_arm(arms)
-    widths: list[int] = numbers("--hold", asked.hold, int, least=0)
-    if max(widths) > k:
-        raise UserError(f"--hold: found {max(widths)}; expected at most K = {k}.")
-    return widths
 
 
 def _pair(asked: BenchRequest, console: Console) -> Pair:
@@ -269,7 +264,14 @@ def _object(option: str, text: str) -> dict[str, Any]:
 
 
 def _start(
-    arms: list[BenchArm], pair: Pair, dtype: str, common: dict[str, Any], console: Console, stack: ExitStack
+    arms: list[BenchArm],
+    pair: Pair,
+    dtype: str,
+    common: dict[str, Any],
+    console: Console,
+    stack: ExitStack,
+    *,
+    in_process: bool = False,
 ) -> dict[str, Engine]:
     """Load all arms; at the same time where none has to measure a GPU's free memory (``kv_cache_memory_bytes`` is given).
 
@@ -285,7 +287,7 @@ def _start(
         for arm in arms:
             settings = share | common | arm.engine
             spec = engine_spec(arm.kind, pair, dtype, speculative=arm.speculative, **settings)
-            engines[arm.name] = stack.enter_context(Engine(replace(spec, turns=turns)))
+            engines[arm.name] = stack.enter_context(Engine(replace(spec, turns=turns, in_process=in_process)))
             if not together:
                 engines[arm.name].ready()
         for engine in engines.values():

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-from vllm_dflash.cli.engine_child import claim_stdout, emit, report_error
+from vllm_dflash.cli.engine_child import claim_stdout, emit, follow_parent, report_error
 
 SYNTHETIC = ("random", "prefix_repetition")
 """Sets of made-up text: no chat template around it."""
@@ -18,6 +18,7 @@ SYNTHETIC = ("random", "prefix_repetition")
 
 def main() -> None:
     """One question, one answer; every error becomes an ``error`` event."""
+    follow_parent()
     channel = claim_stdout()
     question = json.loads(sys.stdin.readline())
     try:

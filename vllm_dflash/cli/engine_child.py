@@ -7,7 +7,10 @@ token of the target's own. A last step that is cut by `max_tokens` or an end tok
 
 import json
 import os
+import select
+import signal
 import sys
+import threading
 import time
 from typing import Any, TextIO
 
@@ -15,9 +18,12 @@ from vllm_dflash.cli.engine_answers import add_requests, draft_counters, drafts_
 from vllm_dflash.cli.engine_measure import Bench
 from vllm_dflash.cli.engine_turns import arrive, capture_in_turn
 
+_POLL_S = 0.2
+
 
 def main() -> None:
     """Answer until stdin is closed; every error becomes an `error` event."""
+    follow_parent()
     channel = claim_stdout()
     try:
         _serve(json.loads(sys.stdin.readline()), channel)
@@ -27,10 +33,33 @@ def main() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Keep stdout for events: whatever vLLM and its libraries print goes to stderr."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    """Keep stdout for events: whatever vLLM and its libraries print goes to stderr.
+
+    Processes that this one forks (vLLM's engine core) do not keep it open: else our reader would wait for words of the dead.
+    """
+    copy = os.dup(1)
+    channel = os.fdopen(copy, "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=lambda: os.dup2(2, copy, inheritable=False))
     return channel
+
+
+def follow_parent() -> None:
+    """End when the parent has gone without closing this process, whatever is computed then, with all that was started here.
+
+    Signals of the parent's terminal do not come here (`engine_run.Child`); a parent that is killed says nothing at all.
+    """
+    if os.getpgrp() == os.getpid():  # else the group is somebody else's
+        threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
+
+
+def _outlive(parent: int) -> None:
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), 0)  # POLLHUP alone: its writer has closed it, or has gone
+    poll.poll()
+    while os.getppid() == parent:  # it waits for us to end
+        time.sleep(_POLL_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def emit(channel: TextIO, event: str, **fields: Any) -> None:

@@ -10,13 +10,20 @@ side, and only the one that was asked computes:
 
 Wire: one JSON object per line, spec and requests on stdin, events on stdout. Events: `ready`, `step` (only when streaming),
 `result`, `error`. vLLM's own output goes to a log file that an error names.
+
+A child leads a session of its own, so that what it starts (vLLM's engine core, which holds the GPU's memory) ends with it,
+however it ends. It also ends with its parent (`engine_child.follow_parent`), whose terminal and signals it no longer shares.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +39,9 @@ if TYPE_CHECKING:
 Arm = Literal["none", "builtin", "ours"]
 ARM_NAMES: dict[Arm, str] = {"none": "no speculation", "builtin": "vLLM's built-in dflash", "ours": "vllm-dflash"}
 SHUTDOWN_S = 20
+_LAST_WORDS_S = 2.0
+"""For what a child has started and left behind, as Python's resource tracker removes shared memory only then."""
+_POLL_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +59,8 @@ class EngineSpec:
     """Further keys of vLLM's speculative config."""
     turns: tuple[str, int] | None = None
     """Folder and number of the engines that start with this one on the same GPU (`engine_turns`)."""
+    in_process: bool = False
+    """No further process for the engine core, so that its planner can be told a width."""
 
 
 def engine_spec(arm: Arm, pair: Pair, dtype: str, *, speculative: dict[str, Any] | None = None, **engine_args: Any) -> EngineSpec:
@@ -72,8 +84,14 @@ class Child:
                 env=environment,
                 text=True,
                 encoding="utf-8",
+                start_new_session=True,
             )
-        self.send(first_line)
+        self._cleared = False
+        try:
+            self.send(first_line)
+        except BaseException:  # nobody has this object yet, and could close it
+            self._kill()
+            raise
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one line to the child.
@@ -107,28 +125,52 @@ class Child:
         return event
 
     def close(self) -> None:
-        """End the child; its log goes when it ended well."""
+        """End the child, and then what it has started; its log goes when it ended well."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
             if self._process.wait(SHUTDOWN_S) == 0:
                 self._log.unlink(missing_ok=True)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            self._process.kill()
-            self._process.wait()
+            self._await_group()
+        except subprocess.TimeoutExpired:
+            pass  # a child that hangs is killed like what others leave behind
+        finally:
+            self._kill()
 
     def __enter__(self) -> "Self":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self._process.kill()
-        self.close()
+        try:
+            if kind is not None:
+                self._kill()
+        finally:
+            self.close()
+
+    def _kill(self) -> None:
+        """Kill the child's group: itself if it still runs, and whatever it has started."""
+        if not self._cleared:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._cleared = True  # from now on the number may be another's
+
+    def _await_group(self) -> None:
+        """Give what an ended child has left behind a moment to end by itself."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        with contextlib.suppress(ProcessLookupError):
+            while not self._cleared and time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(_POLL_S)
 
     def _obituary(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(SHUTDOWN_S)
+        self._kill()
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = lines[-1] if lines else "no message"
-        return f"the engine process ended unexpectedly (exit status {self._process.wait(SHUTDOWN_S)}): {last}.{self._log_hint()}"
+        return f"the engine process ended unexpectedly (exit status {self._process.returncode}): {last}.{self._log_hint()}"
 
     def _log_hint(self) -> str:
         return f" vLLM's output is in {self._log}."
@@ -139,7 +181,7 @@ class Engine(Child):
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        environment = engine_environment(plugin=spec.arm == "ours", local_models=spec.local)
+        environment = engine_environment(plugin=spec.arm == "ours", local_models=spec.local, in_process=spec.in_process)
         self._readiness: dict[str, Any] | None = None
         super().__init__("vllm_dflash.cli.engine_child", dataclasses.asdict(spec), environment)
 

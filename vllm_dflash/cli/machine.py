@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kind of vLLM is installed, told without importing it, and the defaults that a CPU engine needs.
 
-On GPUs nothing is set. On CPUs, where the user has set nothing: no compilation (a minute at every start), 1 GiB of KV cache
-(vLLM would reserve 92 % of the memory), a short context, and for offline use one process with one thread (a second thread
-spins and is slower as soon as anything else runs).
+On GPUs nothing is set, unless the engine has to run in the process that asks it. On CPUs, where the user has set nothing: no
+compilation (a minute at every start), 1 GiB of KV cache (vLLM would reserve 92 % of the memory), a short context, and for
+offline use one process with one thread (a second thread spins and is slower as soon as anything else runs).
 """
 
 import os
@@ -13,6 +13,8 @@ from typing import Any
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_MAX_MODEL_LEN = 2048
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""vLLM's variable; "0" keeps an offline engine in the process that asks for it."""
 
 
 def distribution_version(*names: str) -> str | None:
@@ -47,11 +49,16 @@ def cpu_engine_args(target_config: Mapping[str, Any], given: Mapping[str, Any]) 
     return defaults | dict(given)
 
 
-def engine_environment(*, plugin: bool, local_models: bool) -> dict[str, str]:
-    """Environment of an engine process of its own; what the user has set wins, except for the plugin's kill switch."""
+def engine_environment(*, plugin: bool, local_models: bool, in_process: bool = False) -> dict[str, str]:
+    """Environment of an engine process of its own; what the user has set wins, except for the plugin's kill switch.
+
+    ``in_process``: vLLM starts no further process for the engine core, on GPUs neither.
+    """
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
-        defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        defaults["OMP_NUM_THREADS"] = "1"
+    if on_cpu() or in_process:
+        defaults[IN_PROCESS] = "0"
     if local_models:
         defaults["HF_HUB_OFFLINE"] = "1"
     return defaults | dict(os.environ) | {"VLLM_DFLASH": "1" if plugin else "0"}

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from vllm_dflash.cli.engine_child import claim_stdout, emit, report_error
+from vllm_dflash.cli.engine_child import claim_stdout, emit, follow_parent, report_error
 
 
 def main() -> None:
     """Answer one request and end."""
+    follow_parent()
     channel = claim_stdout()
     try:
         _decode(json.loads(sys.stdin.readline()), channel)

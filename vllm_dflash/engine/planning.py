@@ -30,6 +30,7 @@ from vllm_dflash.planner.costs import StepCosts
 from vllm_dflash.planner.plan import Plan
 from vllm_dflash.planner.planner import OTHER_BATCH, Planner
 from vllm_dflash.planner.record import Record
+from vllm_dflash.planner.targets import is_large
 from vllm_dflash.planner.trimmed import TrimmedPlanner
 from vllm_dflash.planner.widths import draft_widths, query_rows_of, schedule_of, widths_up_to
 from vllm_dflash.plugin import claims
@@ -37,9 +38,6 @@ from vllm_dflash.plugin import claims
 logger = init_logger("vllm.plugins.dflash")
 
 KNEE_GPU, KNEE_CPU = 184.0, 8.0
-# On GPUs "auto" plans for targets from this size on. On an H200 8e9 parameters gain up to 2.1 times from narrower blocks under
-# load; 0.1e9, whose steps the host bounds, ran at 0.79 to 1.13 of K fixed (docs/benchmarks.md).
-_LARGE_TARGET = 2e9
 _PLANNING = "_vllm_dflash_planning"
 _MADE_BY = "_vllm_dflash_made_by"
 """On a ``SchedulerOutput``: width of the pass that made the drafts it verifies, of which lengths and grammars cut some."""
@@ -58,7 +56,7 @@ def why_fixed(vllm_config: Any) -> str | None:
     auto, on_cpu, v2 = option == "auto", current_platform.is_cpu(), vllm_config.use_v2_model_runner
     reasons = {
         'option "planner" is off': option == "off",
-        'option "planner" is auto, and the target is small': auto and not on_cpu and _num_parameters(vllm_config) < _LARGE_TARGET,
+        'option "planner" is auto, and the target is small': auto and not on_cpu and not _is_large(vllm_config),
         "num_speculative_tokens_per_batch_size is set": not _table_is_ours(vllm_config),
         "adaptive verification tells its confidences in other processes": trims(vllm_config) and parallel.world_size > 1,
         "data-parallel ranks run every step together, and tell each other no width": _in_lockstep(vllm_config),
@@ -94,10 +92,9 @@ def _is_launched(parallel_config: Any) -> bool:
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
 
 
-def _num_parameters(vllm_config: Any) -> float:
-    """Of a dense target, by the usual 12 h^2 of a layer: the rule above needs the order only."""
+def _is_large(vllm_config: Any) -> bool:
     model = vllm_config.model_config
-    return float(12 * model.get_total_num_hidden_layers() * model.get_hidden_size() ** 2)
+    return is_large(model.get_total_num_hidden_layers(), model.get_hidden_size())
 
 
 def configure(vllm_config: Any) -> None:
