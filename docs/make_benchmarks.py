@@ -177,7 +177,8 @@ def summary() -> str:
     heats = " and ".join(f"{heat:g}" for heat in dict.fromkeys(row["temperature"] for row in rows))
     text = (
         f"8B rows: a real pair at the cost of an 8B model, while all requests decode, lowest and highest of {sets} at\n"
-        f"temperature {heats}; {'equal `verify_lengths`' if alike(rows) else 'as it comes'}. CPU: two noisy cores, three kinds. "
+        f"temperature {heats}; {'equal `verify_lengths`' if alike(rows) else 'as it comes'}. CPU: one thread on a noisy "
+        "machine, three kinds. "
         "[All figures](docs/benchmarks.md).\n"
     )
     return table(head, lines) + "\n" + text

@@ -4,9 +4,9 @@
     python tests/gpu/time_deferred_context.py --out deferred_context.json [--widen 8b] [--concurrency 1,8,32] [--repeats 4]
 
 One engine, told to draft nothing. Its context waits, as it does by default, or is stored in each step; the two take turns, and
-who begins alternates. Exits 1 where an arm did not do what it says, or no
-step was in the steady state. The default length has 160 steps in it, whole multiples of those that wait together: a shorter one
-may leave out a pass that stores them. On a CPU: ``--widen none --dtype float32 --concurrency 2 --max-tokens 40 --repeats 1``.
+who begins alternates. Exits 1 where an arm did not do what it says, or no step was in the steady state. The default length has
+160 steps in it, whole multiples of those that wait together: a shorter one may leave out a pass that stores them. On a CPU:
+``--widen none --dtype float32 --concurrency 2 --max-tokens 40 --repeats 1``.
 """
 
 import argparse

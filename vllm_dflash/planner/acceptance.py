@@ -108,7 +108,7 @@ class AcceptanceStats:
     def _compare(self, names: Sequence[str], width: int, news: Array) -> None:
         """Tell how much better or worse than expected the drafts of a block of ``width`` did: ``news`` [R, 2 K] of one step."""
         tries, hits = news[:, :width], news[:, self.max_width : self.max_width + width]
-        odds = log_odds(self._conditional(names, hope=0.0)[:, :width]) - self.blocks.lost(width)
+        odds = log_odds(self._conditional(names)[:, :width]) - self.blocks.lost(width)
         rates = rate(odds)
         told = float((tries * rates * (1 - rates)).sum())
         counts, _ = self._counts_of(names)

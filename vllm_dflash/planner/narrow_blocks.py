@@ -2,7 +2,7 @@
 """What a narrower block costs in acceptance: drafts are fewer, and each of them is guessed worse.
 
 A draft is trained on blocks of one length, and its masks see each other. With the demo pair, behind the same anchors, a block of
-4 rows has some 15 % fewer of its first three drafts accepted than one of 8 (``docs/results/narrow_blocks.json``). Who takes
+4 rows has some 14 % fewer of its first three drafts accepted than one of 8 (``docs/results/narrow_blocks.json``). Who takes
 acceptance for the same at every width thinks too well of narrow blocks and, having run them, too little of wide ones.
 
 So counts are kept as if every block had been of full length, and each narrower length has one number, the log-odds that its
