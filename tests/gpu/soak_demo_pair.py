@@ -66,7 +66,7 @@ class Soak:
         from vllm_dflash.cli.engine_meter import Meter
 
         self.llm, self.prompts, self.options = llm, prompts, options
-        self.meter = Meter(llm.llm_engine)
+        self.meter = Meter(llm.llm_engine.model_executor.driver_worker.worker.model_runner)
         self.choose = random.Random(0)
         self.steps = self.requests = 0
         self.blocks = []  # (drafts, accepted)

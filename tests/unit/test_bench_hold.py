@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vllm_dflash.bench import command, hold
 from vllm_dflash.bench.arms import parse_arms
 from vllm_dflash.bench.dummy import SHAPES, write_dummy_pair
-from vllm_dflash.bench.hold import need_in_process, planning_arm, widths_to_hold
+from vllm_dflash.bench.hold import need_planner, planning_arm, widths_to_hold
 from vllm_dflash.cli import engine_run, machine
 from vllm_dflash.cli.app import app
 from vllm_dflash.cli.engine_run import Child
@@ -64,15 +64,30 @@ def said(*options):
 ALSO = ["--also", json.dumps({"out": "other.json", "hold": "1"})]
 
 
-@pytest.mark.parametrize(("options", "value"), [(["--hold", "1"], "0"), (ALSO, "0"), ([], None)])
+TWO_RANKS = ["--engine-args", json.dumps({"tensor_parallel_size": 2})]
+ALONE = ["--engine-args", json.dumps({"distributed_executor_backend": "mp"})]
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (["--hold", "1", *TWO_RANKS], "0"),
+        ([*ALSO, *TWO_RANKS], "0"),
+        (["--hold", "1", *ALONE], "0"),
+        (["--hold", "1"], None),
+        (ALSO, None),
+        (TWO_RANKS, None),
+    ],
+)
 def test_engines_whose_planner_is_asked_run_where_it_can_be(monkeypatch, models, started, options, value):
-    """Breaks if a bench on a GPU starts its engines and then finds no planner, or its arms run in different ways."""
+    """Breaks if a bench on a GPU starts its engines and then finds no planner, its arms run in different ways, or in another
+    way than engines of users do, though that was not needed."""
     on_a_gpu(monkeypatch)
     assert "enough" in said(*models, "--arms", "none,ours", *options)
     assert [environment.get(IN_PROCESS) for environment in started] == [value] * 2
 
 
-@pytest.mark.parametrize("options", [["--hold", "1"], ALSO])
+@pytest.mark.parametrize("options", [["--hold", "1", *TWO_RANKS], [*ALSO, *TWO_RANKS], ["--hold", "1", *ALONE]])
 def test_what_the_user_set_is_not_overruled(monkeypatch, models, started, options):
     """Breaks if a variable that keeps planners out of reach is found after minutes, or silently changed."""
     on_a_gpu(monkeypatch)
@@ -91,6 +106,7 @@ def test_what_the_user_set_is_not_overruled(monkeypatch, models, started, option
     ("arms", "engine", "sentence"),
     [
         ("none", {"data_parallel_size": 2}, "data_parallel_size 2 in arm none; expected 1"),
+        ("none", {"worker_extension_cls": "mine.Worker"}, "worker_extension_cls 'mine.Worker' in arm none; expected none"),
         ("none", {"pipeline_parallel_size": 2}, "arm ours has a fixed K, as pipeline_parallel_size is 2"),
         ("none", {"additional_config": {"vllm_dflash": {"planner": "off"}}}, "found none of kind ours with a planner"),
     ],
@@ -121,7 +137,7 @@ def test_a_planner_that_will_not_be_there(monkeypatch, arm, sentence):
     """Breaks if settings that fix K, or take the planner to another process, are found when all engines have started."""
     on_a_gpu(monkeypatch)
     with pytest.raises(UserError, match=sentence):
-        need_in_process(parse_arms("none", [arm]))
+        need_planner(parse_arms("none", [arm]))
 
 
 def test_a_small_target_is_not_planned_for_on_a_gpu(monkeypatch):

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from vllm_dflash.cli import engine_turns
 
 CHILD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from vllm_dflash.cli.engine_turns import turn
+from vllm_dflash.cli.engine_turns import arrive, turn
 folder, log, late = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+if os.fork():  # as vLLM does for its engine core
+    status = os.wait()[1]
+    raise SystemExit(status or not arrive(folder))
 time.sleep(late)
 with log.open("a") as file:
     file.write("here\\n")
@@ -26,11 +29,13 @@ with turn(folder, 3), log.open("a") as file:
 
 def start(tmp_path, late):
     (tmp_path / "turns").mkdir(exist_ok=True)
-    return subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "turns"), str(tmp_path / "log"), str(late)])
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "turns"), str(tmp_path / "log"), str(late)]
+    return subprocess.Popen(command, start_new_session=True)
 
 
 def test_nobody_begins_before_all_are_there_and_one_goes_at_a_time(tmp_path):
-    """Breaks if an engine times its passes while another loads weights, or two do at once."""
+    """Breaks if an engine times its passes while another loads weights, two do at once, or an engine counts twice, for the
+    process that asks it and the one that computes."""
     children = [start(tmp_path, late) for late in (0.0, 0.0, 0.6)]
     assert [child.wait(60) for child in children] == [0, 0, 0]
     assert (tmp_path / "log").read_text().split() == ["here"] * 3 + ["begin", "end"] * 3
@@ -67,4 +72,4 @@ def test_a_runner_captures_in_its_turn(tmp_path, monkeypatch):
     capture(2)
     assert seen == [[], []]
     capture(1)
-    assert seen[2] == sorted([str(os.getpid()), "lock"])
+    assert seen[2] == sorted([str(os.getpgrp()), "lock"])

@@ -18,7 +18,7 @@ def config(**changes):
         use_v2_model_runner=True,
         lora_config=None,
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, distributed_executor_backend="uni"),
         scheduler_config=SimpleNamespace(max_num_seqs=256),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         attention_config=SimpleNamespace(backend=None, flash_attn_version=None),
@@ -77,6 +77,7 @@ def test_lengths_differ_where_that_is_known_to_run():
         ({"model_config__is_moe": True}, "dense"),
         ({"lora_config": object()}, "adapters"),
         ({"parallel_config__world_size": 2}, "workers"),
+        ({"parallel_config__distributed_executor_backend": "mp"}, "workers"),
         ({"kv_transfer_config": object()}, "elsewhere"),
         ({"compilation_config__cudagraph_mode": SimpleNamespace(has_full_cudagraphs=lambda: False)}, "CUDA graphs"),
         ({"cache_config__cache_dtype": "fp8"}, "quantised"),
@@ -118,11 +119,12 @@ def test_every_field_that_is_read_is_vllms():
     """Breaks if a field has another name in vLLM than in the fake above."""
     import dataclasses
 
-    from vllm.config import AttentionConfig, ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import AttentionConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
     read = {
         VllmConfig: {"attention_config", "cache_config", "compilation_config", "kv_transfer_config", "lora_config"},
         AttentionConfig: {"backend", "flash_attn_version"},
+        ParallelConfig: {"distributed_executor_backend", "world_size"},
         ModelConfig: {"dtype", "is_submodel_config", "return_sampling_mask"},
         SpeculativeConfig: {"rejection_sample_method", "use_local_argmax_reduction", "enable_adaptive_verification"},
     }

@@ -17,7 +17,7 @@ from rich.console import Console
 from vllm_dflash.bench.arms import BenchArm, parse_arms
 from vllm_dflash.bench.dummy import ENGINE, dummy_prompts, synthetic, write_dummy_pair
 from vllm_dflash.bench.gate import DEFAULT_PAIR, GSM8K, pass_gate, read_questions
-from vllm_dflash.bench.hold import need_in_process, planning_arm, widths_to_hold
+from vllm_dflash.bench.hold import need_planner, planning_arm, widths_to_hold
 from vllm_dflash.bench.loads import numbers, parse_cells
 from vllm_dflash.bench.plots import need_matplotlib
 from vllm_dflash.bench.prompts import RANDOM, load_set, split_name
@@ -92,16 +92,14 @@ def run(asked: BenchRequest) -> None:
         _judge(asked, common, console)
         return
     compared = [replace(arm, engine=common | arm.engine) for arm in parse_arms(asked.arms, asked.arm or [])]
-    held = any(request.hold is not None for request in requests)
-    if held:
-        need_in_process(compared)
+    in_process = any(request.hold is not None for request in requests) and need_planner(compared)
     pair = _pair(asked, console)
     studies = [_study(request, pair, compared, begin) for request in requests]
     if asked.dummy is not None:
         common = ENGINE | common
         compared = [replace(arm, speculative=synthetic(asked.survival, pair.k) | arm.speculative) for arm in compared]
     with ExitStack() as stack:
-        engines = _start(compared, pair, asked.dtype, common, console, stack, in_process=held)
+        engines = _start(compared, pair, asked.dtype, common, console, stack, in_process=in_process)
         _measure_all(studies, engines, compared, pair, console)
 
 
@@ -290,8 +288,14 @@ def _start(
             engines[arm.name] = stack.enter_context(Engine(replace(spec, turns=turns, in_process=in_process)))
             if not together:
                 engines[arm.name].ready()
-        for engine in engines.values():
-            engine.ready()
+        for name, engine in engines.items():
+            if not engine.ready()["in_turn"]:
+                console.print(
+                    f"✗ {name}: its engine core was not forked, and timed passes while other engines computed: what it plans by "
+                    "is off. Set VLLM_WORKER_MULTIPROC_METHOD=fork.",
+                    style="bold red",
+                    highlight=False,
+                )
     return engines
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether ``--hold`` can be done, told before an engine starts: on a GPU that takes minutes for all of them.
 
-A planner is told its width in the process of its engine, where the scheduler is. vLLM runs that in another process unless
-`IN_PROCESS` is "0", so all engines of such a benchmark get that, to stay comparable.
+A planner is told its width beside the scheduler, by the engine's one worker, which shares a process with it. Where workers have
+processes of their own all engines of such a benchmark run in the process that asks (`IN_PROCESS` is "0"), to stay comparable.
 """
 
 import os
@@ -11,24 +11,19 @@ from typing import Any
 
 from vllm_dflash.bench.arms import BenchArm
 from vllm_dflash.bench.loads import numbers
+from vllm_dflash.cli.engine_measure import WORKER_EXTENSION
 from vllm_dflash.cli.failure import UserError
 from vllm_dflash.cli.machine import IN_PROCESS, on_cpu
 from vllm_dflash.cli.models import Pair, target_facts
 from vllm_dflash.planner.targets import is_large
 
 
-def need_in_process(arms: Sequence[BenchArm]) -> None:
-    """Check what a held width needs of the environment, of the arm that is told, and of those beside it.
+def need_planner(arms: Sequence[BenchArm]) -> bool:
+    """Check what a held width needs of the arm that is told, and of those beside it. Returns whether they run in our process.
 
     Raises:
-        UserError: a variable or a setting puts an engine into another process, or no planner can be told.
+        UserError: a variable or a setting keeps the planner out of reach, or no planner can be told.
     """
-    found = os.environ.get(IN_PROCESS, "0")
-    if found != "0":
-        raise UserError(
-            f"{IN_PROCESS}: found {found!r}; --hold needs 0, as a planner is told its width in the process of its engine. Unset "
-            "it, or leave --hold out."
-        )
     for arm in arms:
         ranks = arm.engine.get("data_parallel_size", 1)
         if ranks != 1:
@@ -36,7 +31,31 @@ def need_in_process(arms: Sequence[BenchArm]) -> None:
                 f"--hold: found data_parallel_size {ranks} in arm {arm.name}; expected 1, as ranks are engines in processes of "
                 "their own. Leave --hold out."
             )
-    _need_free_width(planning_arm(arms))
+        extension = arm.engine.get("worker_extension_cls", WORKER_EXTENSION)
+        if extension != WORKER_EXTENSION:
+            raise UserError(
+                f"--hold: found worker_extension_cls {extension!r} in arm {arm.name}; expected none, as workers get the methods "
+                "through it that planners are told their width by. Leave it out, or --hold."
+            )
+    told = planning_arm(arms)
+    _need_free_width(told)
+    found, apart = os.environ.get(IN_PROCESS, "0"), _workers_apart(told)
+    if apart is not None and found != "0":
+        raise UserError(
+            f"{IN_PROCESS}: found {found!r}; --hold needs 0 {apart}, as workers run in processes of their own there, and "
+            "nothing of ours beside the scheduler can be asked. Unset it, or leave --hold out."
+        )
+    return apart is not None
+
+
+def _workers_apart(arm: BenchArm) -> str | None:
+    """Why the workers of an arm have processes of their own; None where its one worker shares the scheduler's."""
+    ranks, executor = arm.engine.get("tensor_parallel_size", 1), arm.engine.get("distributed_executor_backend", "uni")
+    if ranks != 1:
+        return f"with tensor_parallel_size {ranks} in arm {arm.name}"
+    if executor != "uni":
+        return f"with distributed_executor_backend {executor} in arm {arm.name}"
+    return "on a CPU" if on_cpu() else None
 
 
 def _need_free_width(arm: BenchArm) -> None:

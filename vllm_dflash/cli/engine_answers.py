@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of one in-process engine and what comes back: ids, tokens by step, text, and vLLM's counters of drafts."""
+"""Requests of one engine and what comes back: ids, tokens by step, text, and vLLM's counters of drafts."""
 
 import functools
 from collections.abc import Iterator
@@ -49,6 +49,12 @@ def add_requests(engine: Any, request: dict[str, Any], prefix: str) -> dict[str,
         engine.add_request(name, {"prompt_token_ids": ids}, SamplingParams(**fields | seed))
         answers[name] = Answer(index, ids, tokenizer)
     return answers
+
+
+def encoded(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The request with token ids in place of text."""
+    tokenizer = tokenizer_of(engine)
+    return request | {"prompts": [_prompt_ids(tokenizer, prompt) for prompt in request["prompts"]]}
 
 
 def _prompt_ids(tokenizer: Any, prompt: str | list[int] | dict[str, Any]) -> list[int]:

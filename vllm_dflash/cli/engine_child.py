@@ -15,7 +15,7 @@ import time
 from typing import Any, TextIO
 
 from vllm_dflash.cli.engine_answers import add_requests, draft_counters, drafts_since, tokenizer_of
-from vllm_dflash.cli.engine_measure import Bench
+from vllm_dflash.cli.engine_measure import WORKER_EXTENSION, Bench, implementation_of
 from vllm_dflash.cli.engine_turns import arrive, capture_in_turn
 
 _POLL_S = 0.2
@@ -89,12 +89,13 @@ def _field_sentence(field: tuple[Any, ...], found: dict[str, Any]) -> str:
 
 
 def _serve(spec: dict[str, Any], channel: TextIO) -> None:
-    engine = _build_in_turn(spec) if spec["turns"] else _build_engine(spec)
-    implementation = _implementation(engine)
+    engine, in_turn = _build_in_turn(spec) if spec["turns"] else (_build_engine(spec), True)
+    implementation = implementation_of(engine)
     if spec["arm"] == "ours" and implementation and not implementation.startswith("vllm_dflash."):
         raise ValueError(f"the plugin did not take over ({implementation} drafts instead). Run `vllm-dflash doctor`.")
     adaptive = bool(getattr(engine.vllm_config.speculative_config, "enable_adaptive_verification", False))
-    emit(channel, "ready", implementation=implementation, stop_token_ids=_stop_token_ids(engine), adaptive=adaptive)
+    facts = {"implementation": implementation, "adaptive": adaptive, "in_turn": in_turn}
+    emit(channel, "ready", stop_token_ids=_stop_token_ids(engine), **facts)
     bench = Bench(engine, ours=spec["arm"] == "ours")
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
@@ -105,37 +106,31 @@ def _serve(spec: dict[str, Any], channel: TextIO) -> None:
             emit(channel, "result", **measured)
 
 
-def _build_in_turn(spec: dict[str, Any]) -> Any:
+def _build_in_turn(spec: dict[str, Any]) -> tuple[Any, bool]:
+    """The engine, and whether it timed its passes in its turn: a core that was not forked knows nothing of that."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
     folder, engines = spec["turns"]
     capture_in_turn(folder, engines)
     try:
-        return _build_engine(spec)
-    finally:
+        engine = _build_engine(spec)
+    except BaseException:
         arrive(folder)
+        raise
+    return engine, arrive(folder)
 
 
 def _build_engine(spec: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = {"model": spec["target"], "dtype": spec["dtype"], "disable_log_stats": False, **spec["engine_args"]}
+    arguments = {"model": spec["target"], "dtype": spec["dtype"], "disable_log_stats": False}
+    arguments |= {"worker_extension_cls": WORKER_EXTENSION, **spec["engine_args"]}
     if spec["draft"] is not None:
         speculation = {"method": "dflash", "model": spec["draft"], "num_speculative_tokens": spec["k"]}
         arguments["speculative_config"] = speculation | spec["speculative"]
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
-
-
-def _implementation(engine: Any) -> str | None:
-    """Class that drafts, where the engine runs in this process; None where it does not, or drafts nothing."""
-    try:
-        runner = engine.model_executor.driver_worker.worker.model_runner
-    except AttributeError:
-        return None
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    return f"{type(drafter).__module__}.{type(drafter).__qualname__}" if drafter is not None else None
 
 
 def _stop_token_ids(engine: Any) -> list[int]:

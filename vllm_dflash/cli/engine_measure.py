@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-dflash bench` asks of an in-process engine: timed batches, a held draft width, the best next tokens."""
+"""What `vllm-dflash bench` asks of an engine: timed batches, a held draft width, the best next tokens.
+
+The engine may run in another process, as vLLM has it: what its worker does is asked through `WORKER_EXTENSION`.
+"""
 
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_dflash.cli.engine_answers import add_requests, draft_counters, drafts_since
-from vllm_dflash.cli.engine_meter import Meter
+from vllm_dflash.cli.engine_answers import add_requests, draft_counters, drafts_since, encoded
 
+WORKER_EXTENSION = "vllm_dflash.cli.engine_meter.WorkerFigures"
 BEST = 5
 """Tokens in the answer to a question for the best next ones."""
+
+
+def implementation_of(engine: Any) -> str | None:
+    """Class that drafts; None without speculation, and where workers were given other methods than ours."""
+    found: str | None = _ask(engine, "dflash_implementation")
+    return found
+
+
+def _ask(engine: Any, method: str) -> Any:
+    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
+        return None
+    return engine.collective_rpc(method)[0]
 
 
 class Bench:
@@ -17,7 +32,6 @@ class Bench:
 
     def __init__(self, engine: Any, *, ours: bool) -> None:
         self._engine, self._ours, self._held = engine, ours, False
-        self._meter: Meter | None = None
 
     def answer(self, request: dict[str, Any], prefix: str) -> dict[str, Any] | None:
         """Fields of the ``result`` event of one request, whose ``bench`` names the question; None where it asks for text."""
@@ -31,22 +45,21 @@ class Bench:
         return None
 
     def _measure(self, request: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Run one batch with nothing between the engine's steps; the clock runs from the first step to the last.
+        """Run one batch with nothing between the engine's steps; the clock runs from the first request to the last step.
 
         ``at_least``: tokens that each answer needs; when the last one has them all requests end, so the batch is full till then.
         ``step_ends``: seconds at which each step with output ended; ``arrivals`` of an output: the steps that brought its tokens.
         """
         engine, wanted = self._engine, request.get("at_least")
-        self._meter = self._meter or Meter(engine)
+        request = encoded(engine, request)
         self._hold(request.get("hold"))
-        answers = add_requests(engine, request, prefix)
-        missing = dict.fromkeys(answers, wanted) if wanted else {}
         before = draft_counters()
-        self._meter.take()
-        self._planner()
+        self._figures()  # of what came before
         seen: list[tuple[int, Any]] = []
         step_ends: list[float] = []
         begin = time.perf_counter()
+        answers = add_requests(engine, request, prefix)  # an engine in another process begins with the first
+        missing = dict.fromkeys(answers, wanted) if wanted else {}
         while engine.has_unfinished_requests() and (missing or not wanted):
             outputs = engine.step()
             if outputs:
@@ -59,7 +72,11 @@ class Bench:
         for step, output in seen:
             answers[output.request_id].count(step, output)
         result = {"outputs": [a.measured() for a in answers.values()], "seconds": step_ends[-1], "step_ends": step_ends}
-        return result | {"at_least": wanted} | drafts_since(before) | self._meter.take() | self._planner()
+        return result | {"at_least": wanted} | drafts_since(before) | self._figures()
+
+    def _figures(self) -> dict[str, Any]:
+        """What the worker did and the planner decided since the last call."""
+        return (_ask(self._engine, "dflash_figures") or {}) | self._planner()
 
     def _hold(self, width: int | None) -> None:
         """Make all steps draft ``width`` tokens; None lets the planner choose again.
@@ -69,13 +86,14 @@ class Bench:
         """
         if width is None and not self._held:
             return
-        from vllm_dflash.engine.planning import hold_width
+        from vllm_dflash.engine.planner_access import hold_width
 
         hold_width(self._engine, width)
         self._held = width is not None
 
     def _possible(self, widths: Sequence[int]) -> dict[str, Any]:
-        """Which widths can be held, and a sentence for each that cannot."""
+        """Which widths can be held, and a sentence for each that cannot. A planner is made in the engine's first step."""
+        self._best({"prompts": [[0]]}, "first")
         complaints = {width: self._complaint(width) for width in widths}
         self._hold(None)
         return {
@@ -91,10 +109,10 @@ class Bench:
         return None
 
     def _planner(self) -> dict[str, Any]:
-        """What the planner decided since the last call; empty without one in this process."""
+        """What the planner decided since the last call; empty without one that can be asked."""
         if not self._ours:
             return {}
-        from vllm_dflash.engine.planning import report_of
+        from vllm_dflash.engine.planner_access import report_of
 
         report = report_of(self._engine, reset=True)
         return {} if report is None else {"planner": report}

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an in-process engine does besides emitting tokens: time and graphs of its draft steps, kernels compiled while serving."""
+"""What an engine's worker does besides emitting tokens: time and graphs of its draft steps, kernels compiled while serving.
+
+:class:`WorkerFigures` brings that, and what the planner decided, from the worker's process to ours.
+"""
 
 import contextlib
 import statistics
 import time
 from typing import Any
 
+from vllm_dflash.engine.planner_access import PlannerAccess
+
+_METER = "_vllm_dflash_meter"
 DRAFT_RANGE = "dflash_draft_step"
 """Name of the profiler's range around a draft step on a GPU."""
 
 
+def drafter_of(runner: Any) -> Any:
+    """Proposer (V1) or speculator (V2) of a model runner; None without speculation."""
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
 class Meter:
-    """Wraps the runner and the drafter of one in-process engine; does nothing where the engine is in another process.
+    """Wraps a runner and its drafter.
 
     Attributes:
-        runner: vLLM's model runner; None where it is in another process.
+        runner: vLLM's model runner.
         drafter: its proposer (V1) or speculator (V2); None without speculation.
         steps: calls of the runner so far.
         proposals: draft steps so far; steps that only store context do not count.
@@ -22,21 +33,15 @@ class Meter:
         compiled: names of the Triton kernels that were compiled so far.
     """
 
-    def __init__(self, engine: Any) -> None:
-        """``engine``: an ``LLMEngine``, for example ``LLM.llm_engine``."""
+    def __init__(self, runner: Any) -> None:
         self._spans: list[Any] = []
         self.steps = self.proposals = self.graph_steps = 0
         self.compiled: list[str] = []
         self._seen = (0, 0, 0)
         self._drafting = False
-        try:
-            self.runner = engine.model_executor.driver_worker.worker.model_runner
-        except AttributeError:
-            self.runner = None
-        self.drafter = getattr(self.runner, "drafter", None) or getattr(self.runner, "speculator", None)
-        self._cuda = getattr(getattr(self.runner, "device", None), "type", None) == "cuda"
-        if self.runner is not None:
-            self._wrap(self.runner, "execute_model", self._count_step)
+        self.runner, self.drafter = runner, drafter_of(runner)
+        self._cuda = runner.device.type == "cuda"
+        self._wrap(runner, "execute_model", self._count_step)
         if self.drafter is not None:
             self._wrap(self.drafter, "propose", self._time_draft)
             manager = getattr(self.drafter, "graphs", None) or getattr(self.drafter, "query_cudagraph_manager", None)
@@ -118,3 +123,22 @@ class Meter:
                 return None if before is None else before(*args, **kwargs)
 
             knobs.runtime.jit_post_compile_hook = hook
+
+
+class WorkerFigures(PlannerAccess):
+    """Methods for the workers of a benchmark's engines (``ParallelConfig.worker_extension_cls``)."""
+
+    model_runner: Any
+
+    def dflash_implementation(self) -> str | None:
+        """The class that drafts; None without speculation."""
+        drafter = drafter_of(self.model_runner)
+        return None if drafter is None else f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+
+    def dflash_figures(self) -> dict[str, Any]:
+        """:meth:`Meter.take` since the last call; the first call begins to measure. What was launched has ended then."""
+        meter: Meter | None = getattr(self.model_runner, _METER, None)
+        if meter is None:
+            meter = Meter(self.model_runner)
+            setattr(self.model_runner, _METER, meter)
+        return meter.take()

@@ -24,7 +24,8 @@ _PATIENCE_S = 300.0
 def capture_in_turn(folder: str, engines: int) -> None:
     """Make this process's Model Runner V2 wait before it captures graphs; call it once plugins are loaded.
 
-    Engines of several workers do not wait: their ranks capture together.
+    Engines of several workers do not wait: their ranks capture together. Where vLLM computes in another process it forks that
+    one, as long as nobody has touched CUDA here.
 
     Args:
         folder: shared by all, empty at first.
@@ -44,9 +45,15 @@ def capture_in_turn(folder: str, engines: int) -> None:
     GPUModelRunner.capture_model = capture_model  # this process is a benchmark's
 
 
-def arrive(folder: str) -> None:
-    """Nobody has to wait for this process (any longer)."""
-    Path(folder, str(os.getpid())).touch()
+def arrive(folder: str) -> bool:
+    """Nobody has to wait for this engine (any longer). Returns whether it had arrived before.
+
+    What stands for an engine is the group of its processes (``engine_run.Child``): the one that asks, and vLLM's that computes.
+    """
+    place = Path(folder, str(os.getpgrp()))
+    known = place.exists()
+    place.touch()
+    return known
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm_dflash import hooks
 from vllm_dflash.engine.pair import resolve_draft
 from vllm_dflash.engine.step_outcome import acceptance_of
+from vllm_dflash.engine.workers import share_process
 from vllm_dflash.options import read_options
 from vllm_dflash.planner import confidences, measured
 from vllm_dflash.planner.costs import StepCosts
@@ -33,7 +35,6 @@ from vllm_dflash.planner.record import Record
 from vllm_dflash.planner.targets import is_large
 from vllm_dflash.planner.trimmed import TrimmedPlanner
 from vllm_dflash.planner.widths import draft_widths, query_rows_of, schedule_of, widths_up_to
-from vllm_dflash.plugin import claims
 
 logger = init_logger("vllm.plugins.dflash")
 
@@ -41,6 +42,10 @@ KNEE_GPU, KNEE_CPU = 184.0, 8.0
 _PLANNING = "_vllm_dflash_planning"
 _MADE_BY = "_vllm_dflash_made_by"
 """On a ``SchedulerOutput``: width of the pass that made the drafts it verifies, of which lengths and grammars cut some."""
+
+
+_ALIVE: "weakref.WeakSet[StepPlanning]" = weakref.WeakSet()
+"""The planners of this process, for those who know an engine by its configuration alone (``engine/planner_access.py``)."""
 
 
 class PlannedWidth(int):
@@ -58,7 +63,7 @@ def why_fixed(vllm_config: Any) -> str | None:
         'option "planner" is off': option == "off",
         'option "planner" is auto, and the target is small': auto and not on_cpu and not _is_large(vllm_config),
         "num_speculative_tokens_per_batch_size is set": not _table_is_ours(vllm_config),
-        "adaptive verification tells its confidences in other processes": trims(vllm_config) and parallel.world_size > 1,
+        "adaptive verification tells its confidences in other processes": trims(vllm_config) and not share_process(parallel),
         "data-parallel ranks run every step together, and tell each other no width": _in_lockstep(vllm_config),
         "ranks under a launcher of yours plan apart": parallel.world_size > 1 and _is_launched(parallel),
         "pipeline stages expect all drafts": parallel.pipeline_parallel_size > 1,
@@ -127,7 +132,7 @@ class StepPlanning:
     """One scheduler's planner, its bookkeeping of steps in flight, and what is reported of it."""
 
     def __init__(self, scheduler: Any) -> None:
-        config = scheduler.vllm_config
+        self.config = config = scheduler.vllm_config
         width = config.speculative_config.num_speculative_tokens
         on_cpu = current_platform.is_cpu()
         self._graphs = config.compilation_config.cudagraph_mode.name != "NONE"
@@ -313,35 +318,11 @@ def planning_of(scheduler: Any) -> StepPlanning | None:
         logger.info_once(f"DFlash planner: K is fixed; {reason}")
     else:
         assert planning is not None
+        _ALIVE.add(planning)
         logger.info_once(f"DFlash planner: drafts of {', '.join(map(str, planning.planner.widths))} tokens, chosen step by step")
     return planning
 
 
-def report_of(engine: Any, *, reset: bool = False) -> dict[str, Any] | None:
-    """:meth:`StepPlanning.report` of an ``LLMEngine`` in this process; None without a planner, or where it runs in another."""
-    planning = _planning_in(engine)
-    return None if planning is None else planning.report(reset=reset)
-
-
-def hold_width(engine: Any, width: int | None) -> None:
-    """:meth:`StepPlanning.hold` for an ``LLMEngine`` in this process.
-
-    Raises:
-        ValueError: the engine has no planner, it runs in another process, or ``width`` is none of its widths.
-    """
-    planning = _planning_in(engine)
-    if planning is None:
-        raise ValueError(
-            "hold_width: found an engine without a planner in this process; expected one whose draft width may change. Set "
-            'additional_config={"vllm_dflash": {"planner": "on"}} and VLLM_ENABLE_V1_MULTIPROCESSING=0; where K is fixed all the '
-            "same, the log says why."
-        )
-    planning.hold(width)
-
-
-def _planning_in(engine: Any) -> StepPlanning | None:
-    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-    scheduler = getattr(core, "scheduler", None)
-    if scheduler is None or not claims(scheduler.vllm_config):
-        return None
-    return planning_of(scheduler)
+def planning_for(vllm_config: Any) -> StepPlanning | None:
+    """The planner of the engine with this very configuration, if it is in this process and has served a step."""
+    return next((planning for planning in _ALIVE if planning.config is vllm_config), None)

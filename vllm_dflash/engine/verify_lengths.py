@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dflash.engine.planning import KNEE_GPU, why_fixed
+from vllm_dflash.engine.workers import share_process
 from vllm_dflash.options import read_options
 
 logger = init_logger("vllm.plugins.dflash")
@@ -32,7 +33,7 @@ def why_equal(vllm_config: Any) -> str | None:
         "the target is no dense one": bool(model.is_moe),
         "this is a part of a target": bool(getattr(model, "is_submodel_config", False)),
         "there are adapters": vllm_config.lora_config is not None,
-        "there are several workers": parallel.world_size > 1,
+        "workers have processes of their own": not share_process(parallel),
         "KV blocks are sent elsewhere": vllm_config.kv_transfer_config is not None,
         "there are no full CUDA graphs": not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         "the KV cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),

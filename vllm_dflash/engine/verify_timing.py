@@ -12,6 +12,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_dflash.engine.lifecycle import DraftLifecycle
+from vllm_dflash.engine.workers import share_process
 from vllm_dflash.planner import measured
 
 logger = init_logger("vllm.plugins.dflash")
@@ -50,11 +51,11 @@ def time_verification(runner: Any, requests: tuple[int, ...] = _REQUESTS) -> Non
 
 
 def _is_read(runner: Any) -> bool:
-    """Whether a planner of this process can choose a width: several workers have their scheduler elsewhere."""
+    """Whether a planner of this process can choose a width."""
     speculator = runner.speculator
     if not isinstance(speculator, DraftLifecycle) or speculator.graphs is None:
         return False
-    return len(speculator.graphs.grids) > 1 and runner.vllm_config.parallel_config.world_size == 1 and speculator.dp_size == 1
+    return len(speculator.graphs.grids) > 1 and share_process(runner.vllm_config.parallel_config) and speculator.dp_size == 1
 
 
 @torch.inference_mode()

@@ -48,7 +48,7 @@ class Record:
             self._timed += seconds
 
     def report(self, *, reset: bool = False) -> dict[str, Any]:
-        """All figures, ready for JSON.
+        """All figures, ready for JSON and MessagePack.
 
         Returns:
             ``widths``: steps by width; ``steps``: their sum; ``probes`` among them; ``verified``: drafts, of all requests;
@@ -60,8 +60,8 @@ class Record:
             "widths": dict(sorted(self.widths.items())),
             "steps": self.widths.total(),
             "probes": self.probes,
-            "verified": self.verified,
-            "expected_rate": self._promised / self._timed if self._timed else 0.0,
+            "verified": int(self.verified),  # numpy's numbers, which sums of its arrays are, do not leave a process
+            "expected_rate": float(self._promised / self._timed) if self._timed else 0.0,
             "seconds": self.seconds,
             "timeline": [list(entry) for entry in self._timeline],
         }

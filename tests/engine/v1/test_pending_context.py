@@ -140,7 +140,7 @@ def engine(write_pair, engine_of):
 
 
 def hold(engine, width):
-    from vllm_dflash.engine.planning import hold_width
+    from vllm_dflash.engine.planner_access import hold_width
 
     hold_width(engine.llm.llm_engine, width)
 

@@ -40,7 +40,7 @@ def test_ranks_of_a_dense_target_plan_alone(config_of, write_pair, engine_of, pr
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    from vllm_dflash.engine.planning import report_of
+    from vllm_dflash.engine.planner_access import report_of
 
     expected = engine_of(write_pair(Draft(block=K + 1))[0]).generate(prompts[:2], 9)
     engine_of.shut_down()

@@ -77,7 +77,7 @@ def compare(engine, monkeypatch):
 
 
 def hold(engine, width):
-    from vllm_dflash.engine.planning import hold_width
+    from vllm_dflash.engine.planner_access import hold_width
 
     hold_width(engine.llm.llm_engine, width)
 

@@ -54,7 +54,7 @@ def any_width(seed):
 
 def test_a_held_width_teaches_nothing(planned, prompts):
     """Breaks if the fixed widths of a benchmark show the planner what to choose, also by what ends after the last of them."""
-    from vllm_dflash.engine.planning import hold_width
+    from vllm_dflash.engine.planner_access import hold_width
 
     engine, planner = planned
 
@@ -111,7 +111,7 @@ def test_a_narrow_step_runs_a_narrow_block(planned, prompts):
 
     Breaks if the width reaches the runner but not the draft pass.
     """
-    from vllm_dflash.engine.planning import hold_width, report_of
+    from vllm_dflash.engine.planner_access import hold_width, report_of
 
     engine, _ = planned
     shapes = engine.speculator.buffers.shapes
@@ -232,7 +232,8 @@ def test_verification_is_timed_where_a_planner_reads_it(planned, monkeypatch):
 
 def test_the_planner_is_off_where_it_is_told_to_be(engine):
     """Breaks if the option does not reach vLLM's configuration: K then stays what it is."""
-    from vllm_dflash.engine.planning import hold_width, planning_of, report_of, why_fixed
+    from vllm_dflash.engine.planner_access import hold_width, report_of
+    from vllm_dflash.engine.planning import planning_of, why_fixed
 
     with pytest.raises(ValueError, match="found an engine without a planner"):
         hold_width(engine.llm.llm_engine, 0)
