@@ -138,6 +138,48 @@ def test_a_batch_that_stopped_drafting_starts_again():
     assert np.median([run(0.99, 1) for _ in range(20)]) > 0
 
 
+@pytest.mark.parametrize(("kept", "usual"), [(1.0, 1), (0.8, 0)])
+def test_what_drafting_promises_and_does_not_keep_ends_it(kept, usual):
+    """Breaks if confidences that promise more than comes hold a large batch to drafts that lose, or a promise that is kept ends
+    them. Without looking at what came both would draft for good."""
+    planner = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1)
+    names, random = [str(number) for number in range(160)], np.random.default_rng(0)
+    widths, plain = [], 160 / Costs().plain(160, 0)
+    for _ in range(400):
+        plan = planner.plan(names, 0)
+        widths.append(plan.width)
+        planner.note(names, random.uniform(0.7, 1.0, (160, plan.width)))
+        seconds = 0.006
+        came = plan.rate / planner._share * seconds * kept if plan.width else plain * seconds
+        if not plan.probe:
+            planner.came(plan, seconds, came, 160)
+    assert int(np.median(widths[100:])) == usual
+    assert np.count_nonzero(widths) > 10  # it was tried
+
+
+def test_a_promise_is_of_a_batch_and_forgotten_in_time():
+    """Breaks if requests that leave look like drafts that fail, one request's luck counts, or a bad time ends drafting for good."""
+    from vllm_dflash.planner.kept_promises import KeptPromises
+
+    planner = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1)
+    plan = planner.plan([str(number) for number in range(64)], 0)
+    for _ in range(100):
+        planner.came(plan, 0.01, 0, 40)
+    assert planner.kept.share == 1.0
+    one, many = KeptPromises(), KeptPromises()
+    for _ in range(100):
+        one.note(2.0, 1.0)
+        many.note(500.0, 400.0)
+    assert one.share > 0.85
+    assert many.share == pytest.approx(0.8, abs=0.01)
+    for _ in range(600):
+        many.rest()
+    assert 0.8 < many.share < 0.9
+    for _ in range(1400):
+        many.rest()
+    assert many.share > 0.95
+
+
 def test_news_is_taken_once():
     """Breaks if the confidences of a step count twice, or those of an earlier engine count at all."""
     confidences.forget()

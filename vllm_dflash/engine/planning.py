@@ -126,6 +126,7 @@ class _Step:
     query_rows: int
     context: int
     decode_only: bool
+    width: int
 
 
 class StepPlanning:
@@ -163,6 +164,7 @@ class StepPlanning:
         self._steps: deque[_Step] = deque(maxlen=2 + 2 * self._ahead)
         self._last: float | None = None
         self._drafts = self._width = 0  # of the last step, as scheduled: drafts that it verifies, and makes of each request
+        self._came = 0  # tokens of the steps that have ended since the last call
         self._unlearnt = 0.0  # outputs to come of steps whose width was held
 
     def hold(self, width: int | None) -> None:
@@ -189,6 +191,7 @@ class StepPlanning:
             self._follow(self._trimmed, scheduler.requests)
         caught_up = measured.take_catch_up()
         if self._last is not None and running:
+            self._settle(now - self._last - caught_up)
             self._learn(now - self._last - caught_up)
             self.record.promise(self._plan.rate if self._plan else 0.0, now - self._last)
         elif not running:
@@ -263,12 +266,13 @@ class StepPlanning:
         self._width = width
         if self._trimmed is None:
             self.record.verified += drafts
-        self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts))
+        self._steps.append(_Step(requests, rows, query_rows, context, rows == requests + drafts, width))
 
     def finished(self, output: Any, runner_output: Any) -> None:
         """Count accepted drafts of a finished step (vLLM's ``SchedulerOutput`` and ``ModelRunnerOutput``)."""
         began = time.perf_counter()
         sampled = getattr(runner_output, "sampled_token_ids", None)
+        self._came += sum(map(len, sampled or ()))
         if self._unlearnt:
             self._unlearnt -= 1
         elif sampled and output.scheduled_spec_decode_tokens and self._trimmed is None:  # counts of cut drafts say nothing
@@ -279,10 +283,23 @@ class StepPlanning:
         self.record.seconds += time.perf_counter() - began
 
     def report(self, *, reset: bool = False) -> dict[str, Any]:
-        """What was decided, see :meth:`Record.report`; ``reset`` makes the next report begin here."""
-        if self._trimmed is not None:
-            self._note_cut()
-        return self.record.report(reset=reset)
+        """What was decided, see :meth:`Record.report`; ``reset`` makes the next report begin here.
+
+        With adaptive verification also ``kept``, see :class:`KeptPromises`: the part of what plans promise that they reckon with.
+        """
+        if self._trimmed is None:
+            return self.record.report(reset=reset)
+        self._note_cut()
+        return self.record.report(reset=reset) | {"kept": self._trimmed.kept.share}
+
+    def _settle(self, seconds: float) -> None:
+        """Hold the tokens of a step against what its plan promised, where the steps in flight are of that plan too."""
+        came, self._came = self._came, 0
+        plan, steps = self._plan, self._steps
+        if self._trimmed is None or self._unlearnt or plan is None or plan.probe or len(steps) < (steps.maxlen or 0):
+            return
+        if all(step.decode_only and step.width == plan.width for step in steps):
+            self._trimmed.came(plan, seconds, came, steps[-1].requests)
 
     def _learn(self, seconds: float) -> None:
         drafts = measured.take_drafts()

@@ -5,6 +5,9 @@ The planner then chooses how many drafts are *made*. A wider pass offers more po
 promises little is not verified, so a width is worth what the best cut of it is worth::
 
     rate(w) = max over n of   (R + sum of the n highest a[r, j], j <= w) / (verify(R + n) + draft(R * rows(w)) + slope * context)
+
+Who cuts does so by confidences of its own, which may promise too much, at a number of its own. So what drafting brought is held
+against what was promised (:class:`KeptPromises`), and rates of drafting are as much lower, or higher.
 """
 
 import time
@@ -14,11 +17,15 @@ import numpy as np
 
 from vllm_dflash.planner.confidences import ConfidenceStats
 from vllm_dflash.planner.costs import StepCosts, whole_numbers
+from vllm_dflash.planner.kept_promises import KeptPromises
 from vllm_dflash.planner.plan import Floats, Lengths, Plan
 from vllm_dflash.planner.planner import Planner, RowsOf
+from vllm_dflash.planner.row_curve import CLIP
 
 DOUBT = 0.5
 """How far the confidences of a probe must lie above what was expected, times the root of their number: each strays by 0.25."""
+ALIKE = 32
+"""Batches that differ by less than one request in as many reach the same rate."""
 _CUTS = 64
 """Numbers of verified drafts that are tried per width: the rate is flat around the best."""
 
@@ -66,6 +73,8 @@ class TrimmedPlanner(Planner):
     def __init__(self, widths: Sequence[int], costs: StepCosts, rows_of: RowsOf) -> None:
         super().__init__(widths, costs, rows_of, per_request=False, clock=time.perf_counter)
         self.acceptance = ConfidenceStats(self.widths[-1], self._rows)
+        self.kept = KeptPromises()
+        self._share = 1.0  # of what is promised, that the rates in use reckon with
         self._steps: dict[tuple[int, int], int] = {}  # by power of two of the requests and width
 
     def plan(self, request_ids: Sequence[str], context: int, *, decoding: bool = True) -> Plan:
@@ -91,5 +100,18 @@ class TrimmedPlanner(Planner):
             self._follow_up(float(np.cumprod(confidences, axis=1).sum()) > expected + DOUBT * confidences.size**0.5)
         self.acceptance.note(request_ids, confidences)
 
+    def came(self, plan: Plan, seconds: float, tokens: int, requests: int) -> None:
+        """``tokens`` of ``requests`` came in a step of ``seconds``, which was as ``plan`` wants them, like those before it."""
+        planned = len(self._planned_for)
+        if abs(requests - planned) * ALIKE > planned:
+            return  # its rate is that of another batch
+        if plan.width:
+            self.kept.note(plan.rate / self._share * min(seconds, CLIP * self.costs.pace), tokens)
+        else:
+            self.kept.rest()
+
     def _rates(self, survivals: Sequence[Floats], context: int) -> Floats:
-        return trimmed_rates(survivals, self._widths, self.costs, self._query_rows, context)
+        rates = trimmed_rates(survivals, self._widths, self.costs, self._query_rows, context)
+        self._share = self.kept.share
+        rates[self._widths > 0] *= self._share
+        return rates

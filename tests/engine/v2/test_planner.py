@@ -106,6 +106,28 @@ def test_drafts_of_any_width_read_a_whole_context(planned, prompts, baseline):
     assert {key: mixed[key] for key in later} == {key: steady[key] for key in later}
 
 
+def test_a_plan_is_told_what_came_of_its_own_steps(planned, prompts, monkeypatch):
+    """Breaks if tokens of a prompt, of a plan before or of a held width are taken for what this plan brought, or some are lost."""
+    from vllm_dflash.engine.planning import planning_of
+
+    engine, planner = planned
+    planning, told = planning_of(engine.llm.llm_engine.engine_core.engine_core.scheduler), []
+    came = lambda plan, seconds, tokens, requests: told.append((plan.width, tokens, requests, seconds > 0))  # noqa: E731
+    monkeypatch.setattr(planning, "_trimmed", SimpleNamespace(came=came, note=lambda *_: None))
+    force(planner, iter([*[7] * 9, *[0] * 30]))
+    engine.generate(prompts[:2], 40)
+    widths = [width for width, *_ in told]
+    assert widths == sorted(widths, reverse=True)
+    assert 4 <= widths.count(7) <= 9 - 2
+    assert all(requests == 2 and positive for _, _, requests, positive in told)
+    assert {tokens for width, tokens, *_ in told if not width} == {2}
+    assert sum(tokens for width, tokens, *_ in told if width) >= 2 * widths.count(7)
+    told.clear()
+    planning.hold(7)
+    engine.generate(prompts[:2], 12)
+    assert told == []
+
+
 def test_a_narrow_step_runs_a_narrow_block(planned, prompts):
     """A step of width 1 is a block of 2 rows, not a wide one that is cut, and one of width 0 is none.
 

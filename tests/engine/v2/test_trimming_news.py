@@ -91,11 +91,11 @@ def budget(trimmer, places, drafts=K):
 
 @pytest.fixture
 def priced(trimmer):
-    """The same with prices: 1 ms a draft pass, 5 ms a verification and 0.02 ms for each of its rows."""
+    """The same with prices: 1 ms a draft pass, 5 ms a verification and 0.1 ms for each of its rows."""
     manager, states = trimmer._manager, trimmer._manager.req_states
     states.num_computed_tokens_np = np.full(MOST, 9)
     states.prefill_len = SimpleNamespace(np=np.full(MOST, 8))
-    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.02 * np.arange(64)
+    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.1 * np.arange(64)
     return trimmer
 
 
@@ -134,6 +134,20 @@ def test_a_new_request_is_not_cut_by_the_one_before_it(priced):
     assert budget(priced, {"new": 5}) == K
     step(priced, {"new": 5}, {5: EASY})
     assert budget(priced, {"new": 5}) == K
+
+
+def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
+    """Breaks if drafts are given up for a saving that is smaller than what prices are wrong by: up to 64 rows a step took as long
+    with a cut as without."""
+    manager, places = priced._manager, {"a": 2, "b": 0}
+    manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [EASY, HARD]
+    assert budget(priced, places) == K  # 3 of 6 rows are 5 % of the step
+    manager.cost_tables, priced._full, priced._steps = (np.full(MOST + 1, 1.0), 5.0 + 0.05 * np.arange(64)), None, 0
+    manager._max_total_logits = 2 + 2 * K
+    assert budget(priced, places) == 2 * K
+    assert manager._batch_budget[2] == 2 * K
+    manager._max_total_logits = 2 + K + 1
+    assert budget(priced, places) == K + 1  # more have no room
 
 
 def test_a_probe_of_another_width_leaves_what_is_known(priced):
