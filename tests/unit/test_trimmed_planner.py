@@ -158,7 +158,7 @@ def test_what_drafting_promises_and_does_not_keep_ends_it(kept, usual):
 
 
 def test_a_promise_is_of_a_batch_and_forgotten_in_time():
-    """Breaks if requests that leave look like drafts that fail, one request's luck counts, or a bad time ends drafting for good."""
+    """Breaks if requests that leave look like drafts that fail, one request's luck counts, or a bad time is never forgotten."""
     from vllm_dflash.planner.kept_promises import KeptPromises
 
     planner = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1)

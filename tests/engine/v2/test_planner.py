@@ -107,7 +107,7 @@ def test_drafts_of_any_width_read_a_whole_context(planned, prompts, baseline):
 
 
 def test_a_plan_is_told_what_came_of_its_own_steps(planned, prompts, monkeypatch):
-    """Breaks if tokens of a prompt, of a plan before or of a held width are taken for what this plan brought, or some are lost."""
+    """Breaks if tokens of a prompt, of a plan before or of a held width are taken for what this plan brought."""
     from vllm_dflash.engine.planning import planning_of
 
     engine, planner = planned
