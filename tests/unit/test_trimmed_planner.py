@@ -18,7 +18,7 @@ WIDTHS = (0, 1, 3, 7)
 class Costs:
     """8B on an H200, roughly: flat up to 184 rows, then linear; drafts a fifth of it."""
 
-    pace, late = 0.006, 0
+    pace, late, plain_steps = 0.006, 0, 0
 
     def __init__(self, base=0.005, knee=184.0):
         self.base, self.knee = base, knee
@@ -150,7 +150,8 @@ def test_what_drafting_promises_and_does_not_keep_ends_it(kept, usual):
         widths.append(plan.width)
         planner.note(names, random.uniform(0.7, 1.0, (160, plan.width)))
         seconds = 0.006
-        came = plan.rate / planner._share * seconds * kept if plan.width else plain * seconds
+        share = planner._shares[WIDTHS.index(plan.width)]
+        came = plan.rate / share * seconds * kept if plan.width else plain * seconds
         if not plan.probe:
             planner.came(plan, seconds, came, 160)
     assert int(np.median(widths[100:])) == usual
@@ -165,19 +166,37 @@ def test_a_promise_is_of_a_batch_and_forgotten_in_time():
     plan = planner.plan([str(number) for number in range(64)], 0)
     for _ in range(100):
         planner.came(plan, 0.01, 0, 40)
-    assert planner.kept.share == 1.0
+    assert planner.kept.share(plan.width) == 1.0
     one, many = KeptPromises(), KeptPromises()
     for _ in range(100):
-        one.note(2.0, 1.0)
-        many.note(500.0, 400.0)
-    assert one.share > 0.85
-    assert many.share == pytest.approx(0.8, abs=0.01)
+        one.note(3, 2.0, 1.0)
+        many.note(3, 500.0, 400.0)
+    assert one.share(3) > 0.85
+    assert many.share(3) == pytest.approx(0.8, abs=0.01)
+    assert many.share(0) == 1.0
     for _ in range(600):
         many.rest()
-    assert 0.8 < many.share < 0.9
+    assert 0.8 < many.share(3) < 0.95
     for _ in range(1400):
         many.rest()
-    assert many.share > 0.95
+    assert many.share(3) > 0.95
+
+
+def test_each_width_keeps_promises_of_its_own():
+    """Breaks if a width that keeps its promise pays for a wider one that does not, or one that was never tried is trusted."""
+    from vllm_dflash.planner.kept_promises import KeptPromises
+
+    kept = KeptPromises()
+    for _ in range(100):
+        kept.note(7, 500.0, 350.0)
+    assert kept.share(3) == pytest.approx(0.7, abs=0.02)
+    for _ in range(100):
+        kept.note(3, 500.0, 500.0)
+    assert kept.share(3) == pytest.approx(1.0, abs=0.02)
+    assert kept.share(7) < 0.8
+    for _ in range(2000):
+        kept.note(3, 500.0, 500.0)
+    assert kept.share(7) > 0.95
 
 
 def test_news_is_taken_once():

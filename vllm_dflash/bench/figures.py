@@ -136,7 +136,7 @@ def _planned(reports: Sequence[Row]) -> Row:
     """What the planner decided: ``widths`` (steps by draft width), ``probes``, ``planning_ms`` per step, ``timeline``.
 
     And what came of it: ``verified_per_step``, drafts of all requests; ``expected_tok_s``, what the plans promised over all their
-    time, prompts included; ``kept``, the part of a promise that they reckon with in the end, where drafts are cut.
+    time, prompts included; ``kept``, by width the part of a promise that they reckon with in the end, where drafts are cut.
     The timeline is that of the last repetition: [step, requests, width, whether it was a probe] of each change of width.
     """
     if not reports:
@@ -146,7 +146,7 @@ def _planned(reports: Sequence[Row]) -> Row:
         for width, count in report["widths"].items():
             widths[str(width)] = widths.get(str(width), 0) + count
     steps, timeline = sum(widths.values()), reports[-1]["timeline"][:_LONGEST_TIMELINE]
-    kept = {"kept": reports[-1]["kept"]} if "kept" in reports[-1] else {}
+    kept = {"kept": {str(width): share for width, share in reports[-1]["kept"].items()}} if "kept" in reports[-1] else {}
     return kept | {
         "widths": widths,
         "probes": sum(report["probes"] for report in reports),

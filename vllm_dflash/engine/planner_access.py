@@ -73,9 +73,9 @@ def hold_width(engine: Any, width: int | None) -> None:
     if planning is not None:
         planning.hold(width)
         return
-    if not _is_reachable(engine):
-        raise ValueError(f"hold_width: found an engine whose planner cannot be reached; expected one that is on. {_HOW}")
-    complaint = _ask_worker(engine, "dflash_hold_width", width)
+    complaint = f"hold_width: found an engine without a planner in reach; expected one whose draft width may change. {_HOW}"
+    if _is_reachable(engine):
+        complaint = _ask_worker(engine, "dflash_hold_width", width)
     if complaint is not None:
         raise ValueError(complaint)
 
@@ -99,5 +99,5 @@ def _is_reachable(engine: Any) -> bool:
 
 
 def _ask_worker(engine: Any, method: str, *args: Any) -> Any:
-    """The answer of the first worker; None where workers have no such method."""
+    """The answer of the one worker; None where it has no such method."""
     return engine.collective_rpc(method, args=args)[0] if _is_reachable(engine) else None

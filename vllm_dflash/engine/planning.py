@@ -285,12 +285,13 @@ class StepPlanning:
     def report(self, *, reset: bool = False) -> dict[str, Any]:
         """What was decided, see :meth:`Record.report`; ``reset`` makes the next report begin here.
 
-        With adaptive verification also ``kept``, see :class:`KeptPromises`: the part of what plans promise that they reckon with.
+        With adaptive verification also ``kept``, see :class:`KeptPromises`: by width, the part of its promises to reckon with.
         """
         if self._trimmed is None:
             return self.record.report(reset=reset)
         self._note_cut()
-        return self.record.report(reset=reset) | {"kept": self._trimmed.kept.share}
+        shares = {width: self._trimmed.kept.share(width) for width in self._trimmed.widths if width}
+        return self.record.report(reset=reset) | {"kept": shares}
 
     def _settle(self, seconds: float) -> None:
         """Hold the tokens of a step against what its plan promised, where the steps in flight are of that plan too."""

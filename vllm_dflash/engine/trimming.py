@@ -26,8 +26,8 @@ from vllm_dflash.planner.trimmed import corrected
 Array = npt.NDArray[np.float64]
 
 WORTH_A_CUT = 0.03
-"""Of a step's time, what a cut must save: prices are not known better, and a draft that is cut is lost for sure. Up to 64 rows a
-step took as long with a cut as without, and brought up to 7 % fewer tokens (``docs/results/never_slower.json``)."""
+"""Of a step's time, what a cut must save of the bare pass, whose times are steadier than those of steps that ran: a draft that is
+cut is lost for sure. Up to 64 rows a step takes as long with a cut as without (``docs/results/never_slower.json``)."""
 _DRAFT_TIMES: list[tuple[int, float]] = []
 _REPRICE = 16
 """Steps between two looks at what was observed: 0.1 ms each time."""
@@ -148,15 +148,15 @@ class Trimming:
         manager.cost_tables = self._by_width[width]
 
     def _uncut(self, rows: int) -> int:
-        """All rows that are scheduled, where a cut to ``rows`` is to save next to no time."""
+        """All rows that are scheduled where a cut to ``rows`` saves next to no time, else ``rows``."""
         manager = self._manager
         drafts, others, budget = manager._batch_budget
         all_drafts = min(sum(drafts.values()), manager._max_total_logits - len(others) * manager.num_bonus_tokens)
         left_out: int = all_drafts - budget
-        if manager.cost_tables is None or left_out <= 0:
+        if self._full is None or left_out <= 0:
             return rows
-        draft, verify = manager.cost_tables
-        if draft[len(others)] + verify[rows + left_out] > (1.0 + WORTH_A_CUT) * (draft[len(others)] + verify[rows]):
+        (draft, verify), bare = manager.cost_tables, self._full[1]
+        if bare[rows + left_out] - bare[rows] > WORTH_A_CUT * (draft[len(others)] + verify[rows + left_out]):
             return rows
         manager._batch_budget = drafts, others, all_drafts
         return rows + left_out

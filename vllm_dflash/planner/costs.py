@@ -34,6 +34,8 @@ class StepCosts:
         """Seconds of late steps, whatever they did; 0 before the first."""
         self.late = 0
         """Steps in a row, up to the last, that took much longer than those before them."""
+        self.plain_steps = 0
+        """Steps so far that neither verified nor drafted."""
         self._by_batch: dict[int, dict[int, Typical]] = {}  # knots of requests, then of rows
         self._plain: dict[int, Typical] = {}  # by knot of requests
         self._in_vain: dict[int, Typical] = {}  # of steps since then that drafted, and verified next to nothing
@@ -83,6 +85,7 @@ class StepCosts:
 
     def _observe_plain(self, knot: int, rest: float) -> None:
         """A step that neither verified nor drafted, for ``rest`` seconds; knot of its requests."""
+        self.plain_steps += 1
         cell, later = self._plain.get(knot), self._in_vain.pop(knot, None)
         if cell is None or (later is not None and later.weight >= BELIEVED and later.mean < cell.mean):
             cell = self._plain[knot] = Typical()  # a price that no longer stood does not come back with the first step

@@ -9,7 +9,6 @@ positions of highest survival, so one sort per width finds the optimum over all 
 import dataclasses
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,9 +55,11 @@ FEW = 8
 """One request in as many is drafted for where a batch without drafts is probed and lengths may differ."""
 PLAIN_STEPS = 3
 """Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
-PLAIN_AGAIN = (64, 4096)
-"""Steps after which such a probe is made again, four times as many each time up to the last, for each power of two of the
-requests: a price may have been learnt at a bad time, or never, as on a busy server nearly every step has a prefill in it."""
+PLAIN_EVERY = (32, 4096)
+"""Steps between two such probes for each power of two of the requests, so many that they cost `PROBE_SHARE` as things look: a
+price may have been learnt at a bad time. What looks about as good as drafting is tried often, then."""
+PLAIN_IN_VAIN = (64, 4096)
+"""The same where the last one told nothing, four times as many each time: a busy server has a prefill in nearly every step."""
 
 
 class Turns:
@@ -109,7 +110,9 @@ class Planner:
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
         self._now = self._plain_left = 0
-        self._plain: defaultdict[int, Turns] = defaultdict(lambda: Turns(*PLAIN_AGAIN, 4))  # by power of two of the requests
+        self._plain_again: dict[int, int] = {}  # by power of two of the requests: the step from which on it is tried
+        self._plain_in_vain = Turns(*PLAIN_IN_VAIN, 4)
+        self._plain_told = 0
         self._news = Turns(*PROBE_EVERY, 2)
         self._met: set[str] = set()  # the requests of the last plan, of equal widths the last that decoded
         self._probed: dict[str, float] = {}
@@ -264,7 +267,7 @@ class Planner:
             out_of_turn = held > 0 and self._may_plain_pay(len(request_ids), float(rates[held]))
             if out_of_turn:
                 at = 0
-                self._plain[len(request_ids).bit_length()].take(self._now)
+                self._try_plain_again(len(request_ids), float(rates[0] / rates[held]))
             if at == 0 and not self.per_request:
                 self._plain_left = PLAIN_STEPS - 1
             lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
@@ -304,6 +307,15 @@ class Planner:
         plain, full = self.costs.seconds(rows, drafted, context, requests).tolist()
         return float((1 + most) * plain / full - 1.0)
 
+    def _try_plain_again(self, requests: int, ratio: float) -> None:
+        """Note when, after a try now; ``ratio``: of the rate without drafts to that with, as things look."""
+        if self.costs.plain_steps > self._plain_told:
+            self._plain_in_vain = Turns(*PLAIN_IN_VAIN, 4)
+        self._plain_told = self.costs.plain_steps
+        self._plain_in_vain.take(self._now)
+        every = PLAIN_STEPS * max(0.0, 1.0 - ratio) / PROBE_SHARE
+        self._plain_again[requests.bit_length()] = self._now + int(np.clip(every, *PLAIN_EVERY))
+
     def _may_plain_pay(self, requests: int, rate: float) -> bool:
         """Whether steps without drafts are worth a try out of turn.
 
@@ -311,7 +323,9 @@ class Planner:
         """
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
-        return self._plain[requests.bit_length()].due(self._now) and requests > rate * self.costs.least(requests)
+        told = self.costs.plain_steps > self._plain_told or self._plain_in_vain.due(self._now)
+        due = told and self._now >= self._plain_again.get(requests.bit_length(), 0)
+        return due and requests > rate * self.costs.least(requests)
 
     def _is_plain_due(self, requests: int, rate: float) -> bool:
         """Whether steps without drafts are tried before it is time for a probe: once a batch has settled.

@@ -74,7 +74,7 @@ class TrimmedPlanner(Planner):
         super().__init__(widths, costs, rows_of, per_request=False, clock=time.perf_counter)
         self.acceptance = ConfidenceStats(self.widths[-1], self._rows)
         self.kept = KeptPromises()
-        self._share = 1.0  # of what is promised, that the rates in use reckon with
+        self._shares = np.ones(len(self.widths))  # of what widths promise, that the rates in use reckon with
         self._steps: dict[tuple[int, int], int] = {}  # by power of two of the requests and width
 
     def plan(self, request_ids: Sequence[str], context: int, *, decoding: bool = True) -> Plan:
@@ -106,12 +106,12 @@ class TrimmedPlanner(Planner):
         if abs(requests - planned) * ALIKE > planned:
             return  # its rate is that of another batch
         if plan.width:
-            self.kept.note(plan.rate / self._share * min(seconds, CLIP * self.costs.pace), tokens)
+            promised = plan.rate / float(self._shares[self.widths.index(plan.width)]) * min(seconds, CLIP * self.costs.pace)
+            self.kept.note(plan.width, promised, tokens)
         else:
             self.kept.rest()
 
     def _rates(self, survivals: Sequence[Floats], context: int) -> Floats:
-        rates = trimmed_rates(survivals, self._widths, self.costs, self._query_rows, context)
-        self._share = self.kept.share
-        rates[self._widths > 0] *= self._share
+        self._shares = np.array([self.kept.share(width) for width in self.widths])
+        rates: Floats = self._shares * trimmed_rates(survivals, self._widths, self.costs, self._query_rows, context)
         return rates

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Widths that change from step to step on Model Runner V2: the text stays, the context stays in step, narrow blocks are whole."""
 
+import itertools
 import random
 import time
 from types import SimpleNamespace
@@ -114,7 +115,7 @@ def test_a_plan_is_told_what_came_of_its_own_steps(planned, prompts, monkeypatch
     planning, told = planning_of(engine.llm.llm_engine.engine_core.engine_core.scheduler), []
     came = lambda plan, seconds, tokens, requests: told.append((plan.width, tokens, requests, seconds > 0))  # noqa: E731
     monkeypatch.setattr(planning, "_trimmed", SimpleNamespace(came=came, note=lambda *_: None))
-    force(planner, iter([*[7] * 9, *[0] * 30]))
+    force(planner, itertools.chain([7] * 9, itertools.repeat(0)))
     engine.generate(prompts[:2], 40)
     widths = [width for width, *_ in told]
     assert widths == sorted(widths, reverse=True)

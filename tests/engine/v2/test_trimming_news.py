@@ -137,8 +137,8 @@ def test_a_new_request_is_not_cut_by_the_one_before_it(priced):
 
 
 def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
-    """Breaks if drafts are given up for a saving that is smaller than what prices are wrong by: up to 64 rows a step took as long
-    with a cut as without."""
+    """Breaks if drafts are given up for a saving that is smaller than what prices are wrong by, or that only a bad time of larger
+    steps promises: up to 64 rows a step takes as long with a cut as without."""
     manager, places = priced._manager, {"a": 2, "b": 0}
     manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [EASY, HARD]
     assert budget(priced, places) == K  # 3 of 6 rows are 5 % of the step
@@ -148,6 +148,9 @@ def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
     assert manager._batch_budget[2] == 2 * K
     manager._max_total_logits = 2 + K + 1
     assert budget(priced, places) == K + 1  # more have no room
+    manager._max_total_logits, steep = 2 + 2 * K, (np.full(MOST + 1, 1.0), 5.0 + 0.5 * np.arange(64))
+    priced._by_width = {K: steep}
+    assert budget(priced, places) == 2 * K
 
 
 def test_a_probe_of_another_width_leaves_what_is_known(priced):
