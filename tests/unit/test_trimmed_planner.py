@@ -199,6 +199,33 @@ def test_each_width_keeps_promises_of_its_own():
     assert kept.share(7) > 0.95
 
 
+@pytest.mark.parametrize(("ratio", "told", "least", "most"), [(0.99, True, 9, 13), (0.7, True, 3, 6), (0.99, False, 2, 3)])
+def test_plain_steps_are_tried_as_often_as_they_are_cheap(ratio, told, least, most):
+    """Breaks if a price from a bad time stands for hundreds of steps though a try costs nothing, a dear try is made as often, or
+    tries that tell nothing go on: prefills in between, on a busy server.
+
+    ``ratio``: of the rate without drafts to that with.
+    """
+
+    class Tried(Costs):
+        def least(self, requests):
+            return 0.5 * super().plain(requests, 0)
+
+        def plain(self, requests, context):
+            return requests / (ratio * rate) if rate else super().plain(requests, context)
+
+    costs, rate = Tried(), 0.0
+    planner, names, plain = TrimmedPlanner(WIDTHS, costs, lambda width: width + 1), [str(number) for number in range(96)], []
+    for _ in range(400):
+        plan = planner.plan(names, 0)
+        rate = rate if plan.probe or not plan.width else plan.rate
+        plain.append(plan.probe and not plan.width)
+        costs.plain_steps += told and plain[-1]
+        planner.note(names, np.full((96, plan.width), 0.9))
+    tries = sum(now and not before for before, now in zip([False, *plain], plain, strict=False))
+    assert least <= tries <= most
+
+
 def test_news_is_taken_once():
     """Breaks if the confidences of a step count twice, or those of an earlier engine count at all."""
     confidences.forget()
