@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmark_sections import (
-    alike,
     cheaper_drafter,
     kernels,
     sanitizer,
@@ -35,7 +34,7 @@ from deferred_context_section import deferred_context
 from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 from narrow_blocks_section import narrow_blocks
-from never_slower_section import never_slower
+from never_slower_section import TEXT_RUNS, never_slower
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
@@ -165,22 +164,18 @@ def page() -> str:
 
 def summary() -> str:
     """The README's table and what it means: how much faster, on a GPU and on a CPU."""
-    provenance, rows = result("side_by_side")
+    runs = [result(name) for name in TEXT_RUNS]
+    provenance = runs[0][0]
     gpu, bases, lines = provenance["gpu"].removeprefix("NVIDIA "), ("none", "builtin", "adaptive"), []
-    for requests in sorted({row["concurrency"] for row in rows}):
-        cells = [cell for load, cell in loads(rows).items() if load[2] == requests]
+    every = [(load, cell) for _, rows in runs for load, cell in loads(rows).items()]
+    for requests in sorted({load[2] for load, _ in every}):
+        cells = [cell for load, cell in every if load[2] == requests]
         ranges = [_range(value(cell, speed_field(cell), "ours", base) for cell in cells) for base in bases]
-        lines.append([f"{gpu}, 8B target, K = {provenance['k']}, requests: {requests}", *ranges])
+        lines.append([f"{gpu}, demo pair widened to 8B, K = {provenance['k']}, requests: {requests}", *ranges])
     lines += [[*line, "-"] for line in _cpu_lines()]
     head = ["tokens per second of ours, over", "no speculation", "vLLM's own DFlash", "with adaptive verification"]
-    sets = ", ".join(dict.fromkeys(row["prompts"] for row in rows))
-    heats = " and ".join(f"{heat:g}" for heat in dict.fromkeys(row["temperature"] for row in rows))
-    text = (
-        f"8B rows: a real pair at the cost of an 8B model, while all requests decode, lowest and highest of {sets} at\n"
-        f"temperature {heats}; {'equal `verify_lengths`' if alike(rows) else 'as it comes'}. CPU: one thread on a noisy "
-        "machine, three kinds. "
-        "[All figures](docs/benchmarks.md).\n"
-    )
+    sets = ", ".join(dict.fromkeys(load[0] for load, _ in every))
+    text = f"Temperature 0, lowest and highest of {sets}, on CPUs of three kinds. [All figures](docs/benchmarks.md).\n"
     return table(head, lines) + "\n" + text
 
 

@@ -8,6 +8,8 @@ from benchmark_tables import Load, Row, figure, loads, name_of, picture, ratio, 
 
 RESULTS = ("never_slower", "never_slower_few", "never_slower_256", "never_slower_random")
 """Loads of all arms; and of fewer arms in other runs few requests again, 256 requests, random tokens. Ratios are within a run."""
+TEXT_RUNS = RESULTS[:3]
+"""Those of them whose prompts are text."""
 HELD = " K="
 """In the name of an arm: the planner of the arm before it keeps this draft width."""
 _SPOKEN = {"none": "none", "best": "best fixed K", "builtin": "built-in", "adaptive": "adaptive", "equal": "equal"}
