@@ -106,7 +106,7 @@ def test_what_the_user_set_is_not_overruled(monkeypatch, models, started, option
     ("arms", "engine", "sentence"),
     [
         ("none", {"data_parallel_size": 2}, "data_parallel_size 2 in arm none; expected 1"),
-        ("none", {"worker_extension_cls": "mine.Worker"}, "worker_extension_cls 'mine.Worker' in arm none; expected none"),
+        ("none", {"worker_extension_cls": "mine.Worker"}, "worker_extension_cls 'mine.Worker' in arm ours; expected none"),
         ("none", {"pipeline_parallel_size": 2}, "arm ours has a fixed K, as pipeline_parallel_size is 2"),
         ("none", {"additional_config": {"vllm_dflash": {"planner": "off"}}}, "found none of kind ours with a planner"),
     ],
@@ -138,6 +138,20 @@ def test_a_planner_that_will_not_be_there(monkeypatch, arm, sentence):
     on_a_gpu(monkeypatch)
     with pytest.raises(UserError, match=sentence):
         need_planner(parse_arms("none", [arm]))
+
+
+def test_where_workers_have_processes_of_their_own(monkeypatch):
+    """Breaks if a CPU's engines, whose workers do, are started where their planner is out of reach, an executor that was not
+    chosen counts as chosen, or an extension is refused where none is needed."""
+    mine = 'ours=ours:{"engine": {"worker_extension_cls": "mine.Worker", "distributed_executor_backend": null}}'
+    assert need_planner(parse_arms("none", [mine]))
+    monkeypatch.setenv(IN_PROCESS, "1")
+    with pytest.raises(UserError, match="--hold needs 0 on a CPU"):
+        need_planner(parse_arms("none,ours", []))
+    on_a_gpu(monkeypatch)
+    assert not need_planner(parse_arms("none,ours", []))
+    with pytest.raises(UserError, match=r"found worker_extension_cls 'mine\.Worker'"):
+        need_planner(parse_arms("none", [mine]))
 
 
 def test_a_small_target_is_not_planned_for_on_a_gpu(monkeypatch):

@@ -7,6 +7,8 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from vllm_dflash.cli import engine_turns
 
 CHILD = """
@@ -51,6 +53,22 @@ def test_an_engine_that_failed_is_not_waited_for(tmp_path, monkeypatch):
     began = time.monotonic()
     with engine_turns.turn(tmp_path, 2):
         assert time.monotonic() - began < 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [({}, True), ({"eager": True}, False), ({"mode": "NONE"}, False), ({"v2": False}, False), ({"world_size": 2}, False)],
+)
+def test_only_who_captures_graphs_has_a_turn(change, expected):
+    """Breaks if a benchmark of eager engines, or of several workers, complains that its engines took no turn."""
+    facts = {"eager": False, "mode": "FULL", "v2": True, "world_size": 1} | change
+    config = SimpleNamespace(
+        use_v2_model_runner=facts["v2"],
+        model_config=SimpleNamespace(enforce_eager=facts["eager"]),
+        parallel_config=SimpleNamespace(world_size=facts["world_size"]),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=facts["mode"])),
+    )
+    assert engine_turns.takes_turn(config) == expected
 
 
 def test_a_runner_captures_in_its_turn(tmp_path, monkeypatch):

@@ -31,12 +31,6 @@ def need_planner(arms: Sequence[BenchArm]) -> bool:
                 f"--hold: found data_parallel_size {ranks} in arm {arm.name}; expected 1, as ranks are engines in processes of "
                 "their own. Leave --hold out."
             )
-        extension = arm.engine.get("worker_extension_cls", WORKER_EXTENSION)
-        if extension != WORKER_EXTENSION:
-            raise UserError(
-                f"--hold: found worker_extension_cls {extension!r} in arm {arm.name}; expected none, as workers get the methods "
-                "through it that planners are told their width by. Leave it out, or --hold."
-            )
     told = planning_arm(arms)
     _need_free_width(told)
     found, apart = os.environ.get(IN_PROCESS, "0"), _workers_apart(told)
@@ -45,12 +39,18 @@ def need_planner(arms: Sequence[BenchArm]) -> bool:
             f"{IN_PROCESS}: found {found!r}; --hold needs 0 {apart}, as workers run in processes of their own there, and "
             "nothing of ours beside the scheduler can be asked. Unset it, or leave --hold out."
         )
+    extension = told.engine.get("worker_extension_cls", WORKER_EXTENSION)
+    if apart is None and extension != WORKER_EXTENSION:
+        raise UserError(
+            f"--hold: found worker_extension_cls {extension!r} in arm {told.name}; expected none, as its worker gets the methods "
+            "through it that the planner is told its width by. Leave it out, or --hold."
+        )
     return apart is not None
 
 
 def _workers_apart(arm: BenchArm) -> str | None:
     """Why the workers of an arm have processes of their own; None where its one worker shares the scheduler's."""
-    ranks, executor = arm.engine.get("tensor_parallel_size", 1), arm.engine.get("distributed_executor_backend", "uni")
+    ranks, executor = arm.engine.get("tensor_parallel_size", 1), arm.engine.get("distributed_executor_backend") or "uni"
     if ranks != 1:
         return f"with tensor_parallel_size {ranks} in arm {arm.name}"
     if executor != "uni":

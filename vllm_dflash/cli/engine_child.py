@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from vllm_dflash.cli.engine_answers import add_requests, draft_counters, drafts_since, tokenizer_of
 from vllm_dflash.cli.engine_measure import WORKER_EXTENSION, Bench, implementation_of
-from vllm_dflash.cli.engine_turns import arrive, capture_in_turn
+from vllm_dflash.cli.engine_turns import arrive, capture_in_turn, takes_turn
 
 _POLL_S = 0.2
 
@@ -107,7 +107,7 @@ def _serve(spec: dict[str, Any], channel: TextIO) -> None:
 
 
 def _build_in_turn(spec: dict[str, Any]) -> tuple[Any, bool]:
-    """The engine, and whether it timed its passes in its turn: a core that was not forked knows nothing of that."""
+    """The engine, and whether it timed its passes in its turn, if it had to: a core that was not forked knows nothing of that."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -118,7 +118,8 @@ def _build_in_turn(spec: dict[str, Any]) -> tuple[Any, bool]:
     except BaseException:
         arrive(folder)
         raise
-    return engine, arrive(folder)
+    came = arrive(folder)
+    return engine, came or not takes_turn(engine.vllm_config)
 
 
 def _build_engine(spec: dict[str, Any]) -> Any:

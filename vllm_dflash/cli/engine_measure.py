@@ -53,8 +53,8 @@ class Bench:
         engine, wanted = self._engine, request.get("at_least")
         request = encoded(engine, request)
         self._hold(request.get("hold"))
-        before = draft_counters()
         self._figures()  # of what came before
+        before = draft_counters()
         seen: list[tuple[int, Any]] = []
         step_ends: list[float] = []
         begin = time.perf_counter()
@@ -75,8 +75,15 @@ class Bench:
         return result | {"at_least": wanted} | drafts_since(before) | self._figures()
 
     def _figures(self) -> dict[str, Any]:
-        """What the worker did and the planner decided since the last call."""
-        return (_ask(self._engine, "dflash_figures") or {}) | self._planner()
+        """What the worker did and the planner decided since the last call.
+
+        A core in another process may be ahead of us: what it has sent by then, of requests that were ended, is taken and dropped.
+        """
+        found = (_ask(self._engine, "dflash_figures") or {}) | self._planner()
+        waiting = getattr(self._engine.engine_core, "outputs_queue", None)
+        while waiting is not None and not waiting.empty():
+            self._engine.step()
+        return found
 
     def _hold(self, width: int | None) -> None:
         """Make all steps draft ``width`` tokens; None lets the planner choose again.

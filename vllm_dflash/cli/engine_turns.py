@@ -21,6 +21,15 @@ _PATIENCE_S = 300.0
 """An engine that ended without a word, or one much larger than the others, is not waited for any longer."""
 
 
+def takes_turn(vllm_config: Any) -> bool:
+    """Whether an engine of this configuration captures graphs, and times them, in its turn.
+
+    Model Runner V1 and eager engines have none that are timed; ranks of several workers capture together.
+    """
+    graphs = vllm_config.compilation_config.cudagraph_mode.name != "NONE" and not vllm_config.model_config.enforce_eager
+    return bool(graphs and vllm_config.use_v2_model_runner and vllm_config.parallel_config.world_size == 1)
+
+
 def capture_in_turn(folder: str, engines: int) -> None:
     """Make this process's Model Runner V2 wait before it captures graphs; call it once plugins are loaded.
 

@@ -8,6 +8,7 @@ engine of one worker has its worker too. There vLLM's own ``collective_rpc`` lea
     LLM(..., worker_extension_cls="vllm_dflash.engine.planner_access.PlannerAccess")
 """
 
+import inspect
 import pkgutil
 from typing import Any
 
@@ -92,10 +93,15 @@ def _planning_in(engine: Any) -> Any:
 
 
 def _is_reachable(engine: Any) -> bool:
-    """Whether the engine's one worker has our methods."""
+    """Whether the engine's one worker has our methods; an ``AsyncLLM`` would have to be awaited."""
     parallel = engine.vllm_config.parallel_config
     extension = parallel.worker_extension_cls
-    return share_process(parallel) and bool(extension) and issubclass(pkgutil.resolve_name(extension), PlannerAccess)
+    if not share_process(parallel) or not extension or inspect.iscoroutinefunction(engine.collective_rpc):
+        return False
+    try:
+        return issubclass(pkgutil.resolve_name(extension), PlannerAccess)
+    except (ImportError, AttributeError):  # importable for workers only
+        return False
 
 
 def _ask_worker(engine: Any, method: str, *args: Any) -> Any:

@@ -33,7 +33,7 @@ from vllm_dflash.planner.plan import Plan
 from vllm_dflash.planner.planner import OTHER_BATCH, Planner
 from vllm_dflash.planner.record import Record
 from vllm_dflash.planner.targets import is_large
-from vllm_dflash.planner.trimmed import TrimmedPlanner
+from vllm_dflash.planner.trimmed import ALIKE, TrimmedPlanner
 from vllm_dflash.planner.widths import draft_widths, query_rows_of, schedule_of, widths_up_to
 
 logger = init_logger("vllm.plugins.dflash")
@@ -196,6 +196,7 @@ class StepPlanning:
             self.record.promise(self._plan.rate if self._plan else 0.0, now - self._last)
         elif not running:
             self._steps.clear()
+        self._came = 0  # of a time that belongs to no step, too
         self._last = now
         if self.planner.per_request:
             for request in running:
@@ -285,22 +286,23 @@ class StepPlanning:
     def report(self, *, reset: bool = False) -> dict[str, Any]:
         """What was decided, see :meth:`Record.report`; ``reset`` makes the next report begin here.
 
-        With adaptive verification also ``kept``, see :class:`KeptPromises`: by width, the part of its promises to reckon with.
+        With adaptive verification also ``kept``, see :class:`KeptPromises`: by width, the part of its promises to reckon with
+        for the last batch.
         """
         if self._trimmed is None:
             return self.record.report(reset=reset)
         self._note_cut()
-        shares = {width: self._trimmed.kept.share(width) for width in self._trimmed.widths if width}
+        shares = {width: self._trimmed.kept.share(len(self._names), width) for width in self._trimmed.widths if width}
         return self.record.report(reset=reset) | {"kept": shares}
 
     def _settle(self, seconds: float) -> None:
         """Hold the tokens of a step against what its plan promised, where the steps in flight are of that plan too."""
-        came, self._came = self._came, 0
-        plan, steps = self._plan, self._steps
+        plan, steps, requests = self._plan, self._steps, [step.requests for step in self._steps]
         if self._trimmed is None or self._unlearnt or plan is None or plan.probe or len(steps) < (steps.maxlen or 0):
             return
-        if all(step.decode_only and step.width == plan.width for step in steps):
-            self._trimmed.came(plan, seconds, came, steps[-1].requests)
+        alike = (max(requests) - min(requests)) * ALIKE <= max(requests)
+        if alike and all(step.decode_only and step.width == plan.width for step in steps):
+            self._trimmed.came(plan, seconds, self._came, requests[-1 - self._ahead])
 
     def _learn(self, seconds: float) -> None:
         drafts = measured.take_drafts()

@@ -2,7 +2,7 @@
 """vLLM's adaptive verification beside drafts of changing width, and what it tells the planner.
 
 vLLM's manager picks, before each step, how many drafts the whole batch verifies (its *budget*, from confidences that reached the
-host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Five
+host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Six
 things change here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
 
 * its draft curve was taken at full width: it is scaled to the width in use;
@@ -10,6 +10,7 @@ things change here, all of them on the host and from earlier steps alone, so tha
   host's part) is added, as the planner observes it;
 * positions that an earlier, narrower pass did not draft have no confidence yet: the budget takes the usual one of that position;
 * of few requests one step's confidences are luck: the budget takes what several steps let expect;
+* a budget that saves next to no time is that of all drafts;
 * confidences and the rows that were really verified go to the planner, where it runs in the same process.
 """
 

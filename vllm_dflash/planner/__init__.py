@@ -9,10 +9,10 @@ narrow_blocks.py what drafts of a narrower block lose
 costs.py         what a step costs by its rows, from observed times
 row_curve.py     seconds by rows of one pass · context_slope.py what contexts add
 widths.py        which widths there are · targets.py for which targets · plan.py what plans are worth
-planner.py       the choice: best rate, held steady, probed now and then
+planner.py       the choice: best rate, held steady, probed now and then · turns.py when
 measured.py      draft times on their way from the worker to the planner
 confidences.py   how likely drafts survive where the device cuts them, from their confidences
-trimmed.py       the choice of a width there
+trimmed.py       the choice of a width there · kept_promises.py what it brought, over what was promised
 record.py        what was decided, and what deciding cost
 ================ =================================================================
 

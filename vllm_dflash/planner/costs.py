@@ -2,6 +2,7 @@
 """What a step costs: ``verify(target rows) + draft(query rows) + slope * context tokens``, learnt from observed times."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -34,8 +35,8 @@ class StepCosts:
         """Seconds of late steps, whatever they did; 0 before the first."""
         self.late = 0
         """Steps in a row, up to the last, that took much longer than those before them."""
-        self.plain_steps = 0
-        """Steps so far that neither verified nor drafted."""
+        self.plain_steps: Counter[int] = Counter()
+        """Steps so far that neither verified nor drafted, by power of two of the requests."""
         self._by_batch: dict[int, dict[int, Typical]] = {}  # knots of requests, then of rows
         self._plain: dict[int, Typical] = {}  # by knot of requests
         self._in_vain: dict[int, Typical] = {}  # of steps since then that drafted, and verified next to nothing
@@ -78,6 +79,7 @@ class StepCosts:
                 expected = None
             cells[knot].observe(max(rest - self.verify.beyond_knot(verify_rows), 0.2 * rest), expected)
         if verify_rows == requests and not query_rows:
+            self.plain_steps[requests.bit_length()] += 1
             self._observe_plain(self.verify.knot(requests), rest)
         elif requests and self.verify.knot(verify_rows) == self.verify.knot(requests):
             self._in_vain.setdefault(self.verify.knot(requests), Typical()).observe(rest, None)
@@ -85,7 +87,6 @@ class StepCosts:
 
     def _observe_plain(self, knot: int, rest: float) -> None:
         """A step that neither verified nor drafted, for ``rest`` seconds; knot of its requests."""
-        self.plain_steps += 1
         cell, later = self._plain.get(knot), self._in_vain.pop(knot, None)
         if cell is None or (later is not None and later.weight >= BELIEVED and later.mean < cell.mean):
             cell = self._plain[knot] = Typical()  # a price that no longer stood does not come back with the first step

@@ -1,49 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafting brought, over what its plans promised: a fault of any estimate in them shows there, whichever it is."""
 
+import dataclasses
+from collections import defaultdict
+
+from vllm_dflash.planner.row_curve import CLIP, Typical
+
 MEMORY = 32
-"""Steps that a promise is remembered for while drafting."""
+"""Steps that a promise is remembered for while a width is in use."""
 REST = 256
-"""Steps that do something else until it is forgotten: a width is tried again then, should it promise more."""
+"""Steps that do something else until a third of what was found is left: a width is tried again then, should it promise more."""
 PRIOR = 200.0
 """Tokens that are imagined as promised, and kept as those of other widths: of one request 32 steps have fewer, and luck is most
 of what they tell."""
 BOUNDS = (0.7, 1.3)
 
 
-class KeptPromises:
-    """Tokens that came in the last steps that drafted, over those that were promised for the time they took, by draft width.
+@dataclasses.dataclass(slots=True)
+class _Account:
+    promised: float = 0.0
+    came: float = 0.0
+    usual: Typical = dataclasses.field(default_factory=Typical)
+    """Seconds of a step: a stall is no fault of the plan."""
 
-    Many requests make it: at 256 a plan of 3 drafts promised 12 % more than came, and none would have been as fast
-    (``docs/results/never_slower_256.json`` of commit fee12df). What is wrong with one width may be more so with another: a
-    chance that is thought too high is so once more for each draft behind it.
+
+class KeptPromises:
+    """Tokens that came in the last steps that drafted, over those that were promised for the time they took.
+
+    By draft width and by power of two of the requests. What is wrong with one width may be more so with another: a chance that
+    is thought too high is so once more for each draft behind it. And where one request doubles its speed by drafting, many
+    gain next to nothing, so that a few percent decide.
     """
 
     def __init__(self) -> None:
-        self._promised: dict[int, float] = {}
-        self._came: dict[int, float] = {}
+        self._of: defaultdict[int, defaultdict[int, _Account]] = defaultdict(lambda: defaultdict(_Account))
 
-    def note(self, width: int, promised: float, came: float) -> None:
-        """A step that drafted as the ones before it did: tokens by the plan and the step's time, and those that came."""
-        self._fade(but=width)
+    def note(self, requests: int, width: int, rate: float, seconds: float, came: float) -> None:
+        """A step that drafted as the ones before it did, of a plan that promised ``rate`` tokens per second: those that came."""
+        self._rest(requests, but=width)
+        account = self._of[requests.bit_length()][width]
+        account.usual.observe(seconds, None)
         fade = 1.0 - 1.0 / MEMORY
-        self._promised[width] = fade * self._promised.get(width, 0.0) + promised
-        self._came[width] = fade * self._came.get(width, 0.0) + came
+        account.promised = fade * account.promised + rate * min(seconds, CLIP * account.usual.mean)
+        account.came = fade * account.came + came
 
-    def rest(self) -> None:
+    def rest(self, requests: int) -> None:
         """A step without drafts."""
-        self._fade()
+        self._rest(requests)
 
-    def share(self, width: int) -> float:
+    def share(self, requests: int, width: int) -> float:
         """Of what a width promises, what to expect; 1 before anything is known, and for no drafts."""
-        if not width:
+        accounts = self._of.get(requests.bit_length())
+        if not width or not accounts:
             return 1.0
-        promised, came = self._promised.get(width, 0.0), self._came.get(width, 0.0)
-        of_others = (sum(self._came.values()) - came + PRIOR) / (sum(self._promised.values()) - promised + PRIOR)
+        mine = accounts.get(width, _Account())
+        promised = sum(account.promised for account in accounts.values())
+        came = sum(account.came for account in accounts.values())
+        of_others = (came - mine.came + PRIOR) / (promised - mine.promised + PRIOR)
         least, most = BOUNDS
-        return min(max((came + PRIOR * of_others) / (promised + PRIOR), least), most)
+        return min(max((mine.came + PRIOR * of_others) / (mine.promised + PRIOR), least), most)
 
-    def _fade(self, but: int | None = None) -> None:
-        for sums in (self._promised, self._came):
-            for width in sums.keys() - {but}:
-                sums[width] *= 1.0 - 1.0 / REST
+    def _rest(self, requests: int, but: int | None = None) -> None:
+        """What was found of other widths is less and less true: it fades, and so does how far it lies from what was promised."""
+        part = 1.0 - 1.0 / REST
+        for width, account in self._of[requests.bit_length()].items():
+            if width != but:
+                beyond = account.came - account.promised
+                account.promised *= part
+                account.came = account.promised + part * part * beyond

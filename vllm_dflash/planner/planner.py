@@ -9,6 +9,7 @@ positions of highest survival, so one sort per width finds the optimum over all 
 import dataclasses
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from vllm_dflash.planner.acceptance import AcceptanceStats
 from vllm_dflash.planner.costs import StepCosts
 from vllm_dflash.planner.plan import Floats, Lengths, Plan, fitted_plan, uniform_rates
+from vllm_dflash.planner.turns import PLAIN_STEPS, PROBE_SHARE, PlainTries, Turns
 
 Clock = Callable[[], float]
 RowsOf = Callable[[int], int]
@@ -42,9 +44,6 @@ LATE = 2
 """More steps in a row than this that take much longer than before: something is wrong with the plan, whatever it promised."""
 OTHER_BATCH = 8
 """A batch that has grown or shrunk by one part in as many is planned for anew, whatever the number of steps."""
-PROBE_SHARE = 0.01
-"""Part of the time that may go to trying a neighbouring width: what is not tried is not known. Of a batch without drafts whose
-lengths may differ: part of what drafts that are all accepted would gain, much for one request and little for many."""
 PROBE_EVERY = (16, 1024)
 """Fewest and most steps between two probes."""
 ENOUGH = 4
@@ -53,29 +52,6 @@ FOLLOW_UPS = 2
 """Probes in a row that follow one that did better than expected: it may have, and still not pay."""
 FEW = 8
 """One request in as many is drafted for where a batch without drafts is probed and lengths may differ."""
-PLAIN_STEPS = 3
-"""Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
-PLAIN_EVERY = (32, 4096)
-"""Steps between two such probes for each power of two of the requests, so many that they cost `PROBE_SHARE` as things look: a
-price may have been learnt at a bad time. What looks about as good as drafting is tried often, then."""
-PLAIN_IN_VAIN = (64, 4096)
-"""The same where the last one told nothing, four times as many each time: a busy server has a prefill in nearly every step."""
-
-
-class Turns:
-    """Turns to try something: the first at once, then after ``first`` steps, ``factor`` times as many each, ``last`` at most."""
-
-    def __init__(self, first: int, last: int, factor: int) -> None:
-        self._interval, self._last, self._factor = first, last, factor
-        self._next = 0
-
-    def due(self, now: int) -> bool:
-        """Whether step ``now`` may take a turn."""
-        return now >= self._next
-
-    def take(self, now: int) -> None:
-        """Step ``now`` does."""
-        self._next, self._interval = now + self._interval, min(self._factor * self._interval, self._last)
 
 
 class Planner:
@@ -110,9 +86,7 @@ class Planner:
         self._wait, self._backoff = PROBE_EVERY[0], 1
         self._upwards, self._turn = True, 0
         self._now = self._plain_left = 0
-        self._plain_again: dict[int, int] = {}  # by power of two of the requests: the step from which on it is tried
-        self._plain_in_vain = Turns(*PLAIN_IN_VAIN, 4)
-        self._plain_told = 0
+        self._plain: defaultdict[int, PlainTries] = defaultdict(PlainTries)  # by power of two of the requests
         self._news = Turns(*PROBE_EVERY, 2)
         self._met: set[str] = set()  # the requests of the last plan, of equal widths the last that decoded
         self._probed: dict[str, float] = {}
@@ -267,7 +241,8 @@ class Planner:
             out_of_turn = held > 0 and self._may_plain_pay(len(request_ids), float(rates[held]))
             if out_of_turn:
                 at = 0
-                self._try_plain_again(len(request_ids), float(rates[0] / rates[held]))
+                bits = len(request_ids).bit_length()
+                self._plain[bits].note(self._now, float(rates[0] / rates[held]), self.costs.plain_steps[bits])
             if at == 0 and not self.per_request:
                 self._plain_left = PLAIN_STEPS - 1
             lengths, rate = np.full(len(request_ids), self.widths[at]), float(rates[at])
@@ -307,15 +282,6 @@ class Planner:
         plain, full = self.costs.seconds(rows, drafted, context, requests).tolist()
         return float((1 + most) * plain / full - 1.0)
 
-    def _try_plain_again(self, requests: int, ratio: float) -> None:
-        """Note when, after a try now; ``ratio``: of the rate without drafts to that with, as things look."""
-        if self.costs.plain_steps > self._plain_told:
-            self._plain_in_vain = Turns(*PLAIN_IN_VAIN, 4)
-        self._plain_told = self.costs.plain_steps
-        self._plain_in_vain.take(self._now)
-        every = PLAIN_STEPS * max(0.0, 1.0 - ratio) / PROBE_SHARE
-        self._plain_again[requests.bit_length()] = self._now + int(np.clip(every, *PLAIN_EVERY))
-
     def _may_plain_pay(self, requests: int, rate: float) -> bool:
         """Whether steps without drafts are worth a try out of turn.
 
@@ -323,9 +289,8 @@ class Planner:
         """
         if self.per_request:
             return self.costs.seen(requests, requests) < ENOUGH
-        told = self.costs.plain_steps > self._plain_told or self._plain_in_vain.due(self._now)
-        due = told and self._now >= self._plain_again.get(requests.bit_length(), 0)
-        return due and requests > rate * self.costs.least(requests)
+        bits = requests.bit_length()
+        return self._plain[bits].due(self._now, self.costs.plain_steps[bits]) and requests > rate * self.costs.least(requests)
 
     def _is_plain_due(self, requests: int, rate: float) -> bool:
         """Whether steps without drafts are tried before it is time for a probe: once a batch has settled.

@@ -20,7 +20,6 @@ from vllm_dflash.planner.costs import StepCosts, whole_numbers
 from vllm_dflash.planner.kept_promises import KeptPromises
 from vllm_dflash.planner.plan import Floats, Lengths, Plan
 from vllm_dflash.planner.planner import Planner, RowsOf
-from vllm_dflash.planner.row_curve import CLIP
 
 DOUBT = 0.5
 """How far the confidences of a probe must lie above what was expected, times the root of their number: each strays by 0.25."""
@@ -106,12 +105,12 @@ class TrimmedPlanner(Planner):
         if abs(requests - planned) * ALIKE > planned:
             return  # its rate is that of another batch
         if plan.width:
-            promised = plan.rate / float(self._shares[self.widths.index(plan.width)]) * min(seconds, CLIP * self.costs.pace)
-            self.kept.note(plan.width, promised, tokens)
+            believed = float(self._shares[self.widths.index(plan.width)])
+            self.kept.note(requests, plan.width, plan.rate / believed, seconds, tokens)
         else:
-            self.kept.rest()
+            self.kept.rest(requests)
 
     def _rates(self, survivals: Sequence[Floats], context: int) -> Floats:
-        self._shares = np.array([self.kept.share(width) for width in self.widths])
+        self._shares = np.array([self.kept.share(len(survivals[0]), width) for width in self.widths])
         rates: Floats = self._shares * trimmed_rates(survivals, self._widths, self.costs, self._query_rows, context)
         return rates

@@ -151,6 +151,10 @@ def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
     manager._max_total_logits, steep = 2 + 2 * K, (np.full(MOST + 1, 1.0), 5.0 + 0.5 * np.arange(64))
     priced._by_width = {K: steep}
     assert budget(priced, places) == 2 * K
+    priced._by_width, priced._full = {K: steep}, (steep[0], 5.0 + 0.2 * np.arange(64))
+    assert budget(priced, places) == K
+    priced._by_width[K] = steep[0] + 20.0, steep[1]  # of so dear a step the same saving is next to nothing
+    assert budget(priced, places) == 2 * K
 
 
 def test_a_probe_of_another_width_leaves_what_is_known(priced):
