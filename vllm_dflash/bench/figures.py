@@ -24,7 +24,7 @@ def run_figures(result: Row) -> Row:
     answer had to have until the last had them, so that every arm spreads its prefill over as many. ``tok_s``, ``step_ms``:
     while every request decodes, ``at_a_time`` of them with tokens in a step (in the fullest where none is steady).
     ``ttft_ms``: median time to first token. ``tpot_ms``, ``tpot_p99_ms``: time per output token of a request behind its first.
-    ``draft_ms``: median time of the draft step, where the engine shares our process.
+    ``draft_ms``: median time of the draft step, unless workers were given other methods than a benchmark's.
     """
     ends, outputs = result["step_ends"], result["outputs"]
     tokens = sum(len(output["token_ids"]) for output in outputs)

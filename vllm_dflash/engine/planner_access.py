@@ -64,8 +64,7 @@ def report_of(engine: Any, *, reset: bool = False) -> dict[str, Any] | None:
 def hold_width(engine: Any, width: int | None) -> None:
     """Make all steps of an ``LLMEngine`` draft ``width`` tokens; None lets the planner choose again.
 
-    See :meth:`StepPlanning.hold`.
-    An engine in another process must have served a step before.
+    See :meth:`StepPlanning.hold`. An engine in another process must have served a step before.
 
     Raises:
         ValueError: the engine has no planner, it cannot be reached, or ``width`` is none of its widths.
