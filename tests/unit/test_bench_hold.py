@@ -176,6 +176,7 @@ def test_the_planner_that_is_held_must_be_one():
     equal = 'alike=ours:{"engine": {"additional_config": {"vllm_dflash": {"verify_lengths": "equal"}}}}'
     assert planning_arm(parse_arms("none,ours", [OFF])).name == "ours"
     assert planning_arm(parse_arms("none,ours", [OFF, equal])).name == "alike"  # a fixed K verifies all of its drafts
+    assert planning_arm(parse_arms("none", ['bare=ours:{"engine": {"additional_config": null}}'])).name == "bare"
     for arms in (parse_arms("none", [OFF]), parse_arms("ours", ["again=ours"])):
         with pytest.raises(UserError, match=r"--hold: found .* of kind ours with a planner; expected one"):
             planning_arm(arms)

@@ -61,6 +61,16 @@ def test_what_was_found_is_forgotten(requests):
         assert shares[2] > 0.97
 
 
+def test_other_batch_sizes_leave_what_was_found():
+    """Breaks if steps of 8 requests make what 256 lost by drafting forgotten: the next large batch would lose as much again."""
+    kept = told(KeptPromises(), 100, 0.8)
+    before = kept.share(256, 3)
+    told(kept, 600, 1.0, requests=8)
+    for _ in range(600):
+        kept.rest(8)
+    assert kept.share(256, 3) == before
+
+
 def planning(ahead, heard):
     """A ``StepPlanning`` with a plan of 3 drafts for 8 requests in force; what its planner is told goes to ``heard``."""
     from vllm_dflash.engine.planning import StepPlanning
@@ -110,7 +120,8 @@ def test_a_probe_and_a_held_width_are_no_promise():
 
 
 def test_a_planner_rests_where_it_drafts_nothing():
-    """Breaks if what was found while drafting never fades without: the batch would not draft again."""
+    """Breaks if what was found while drafting never fades without: the batch would not draft again. Or if a larger or smaller
+    batch than the plan's counts."""
     from vllm_dflash.planner.costs import StepCosts
     from vllm_dflash.planner.trimmed import TrimmedPlanner
 
@@ -121,8 +132,9 @@ def test_a_planner_rests_where_it_drafts_nothing():
         planner.came(Plan(3, np.full(64, 3), 6400.0), 0.02, 100, 64)
     before = planner.kept.share(64, 3)
     assert before < 0.9
-    planner.came(Plan(3, np.full(64, 3), 6400.0), 0.02, 0, 40)  # another batch than the plan's
-    assert planner.kept.share(64, 3) == before
+    for other in (40, 61, 67, 90):  # other batches than the plan's
+        planner.came(Plan(3, np.full(64, 3), 6400.0), 0.02, 0, other)
+        assert planner.kept.share(64, 3) == before
     for _ in range(600):
         planner.came(Plan(0, np.zeros(64), 6400.0), 0.02, 64, 64)
     assert planner.kept.share(64, 3) > before + 0.05

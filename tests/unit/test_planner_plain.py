@@ -7,6 +7,7 @@ import pytest
 from vllm_dflash.planner.costs import StepCosts
 from vllm_dflash.planner.planner import Planner
 from vllm_dflash.planner.trimmed import TrimmedPlanner
+from vllm_dflash.planner.turns import PlainTries
 from vllm_dflash.planner.widths import widths_up_to
 
 BARE = {1: 4.6, 32: 5.0, 64: 5.3, 128: 5.9, 256: 7.3, 512: 11.9, 1024: 22.3}
@@ -130,6 +131,28 @@ def test_what_is_never_seen_is_not_tried_for_ever(kind):
     assert 3 <= widths.count(0) <= 12  # two probes of three steps, and 1 % of the steps as neighbours of 1
 
 
+def test_tries_that_tell_nothing_become_rare():
+    """Breaks if a busy server tries steps without drafts for ever or never again, or as seldom once it hears of them."""
+    tries, at = PlainTries(), []
+    for now in range(20_000):
+        if tries.due(now, told=0):
+            at.append(now)
+            tries.note(now, 0.99, told=0)
+    assert (at[0], np.diff(at).tolist()) == (0, [64, 256, 1024, 4096, 4096, 4096, 4096])
+    tries.note(20_000, 0.99, told=1)
+    assert not tries.due(20_063, told=1)
+    assert tries.due(20_064, told=1)
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.5, 150), (0.98, 32), (2.0, 32)])
+def test_tries_that_tell_cost_little(ratio, steps):
+    """Breaks if dear ones come as often as those that lose nothing, or those that should win wait as if they were dear."""
+    tries = PlainTries()
+    tries.note(1000, ratio, told=0)
+    assert not tries.due(1000 + steps - 1, told=1)
+    assert tries.due(1000 + steps, told=1)
+
+
 def test_a_held_width_begins_and_ends_at_once():
     """Breaks if steps of an unfinished probe follow a width that was held."""
     planner, names = make("equal"), [str(number) for number in range(128)]
@@ -141,7 +164,8 @@ def test_a_held_width_begins_and_ends_at_once():
 
 
 def test_plain_steps_are_told_from_steps_that_draft():
-    """Breaks if a step that verifies nothing but drafts, or one that verifies and drafts nothing, counts as plain."""
+    """Breaks if a step that verifies nothing but drafts, or one that verifies and drafts nothing, counts as plain, or none does:
+    a try of plain steps would be taken for one that told nothing, and the next would come too late."""
     costs = measured_costs()
     for _ in range(6):
         costs.observe(256, 512, 0, 20e-3, 256)
@@ -150,6 +174,7 @@ def test_plain_steps_are_told_from_steps_that_draft():
     for _ in range(3):
         costs.observe(256, 0, 0, 9e-3, 256)
     assert costs.plain(256, 0) == pytest.approx(9e-3)
+    assert costs.plain_steps == {(256).bit_length(): 3}
     assert costs.plain(64, 0) < 9e-3  # another load, with a quarter of the host's part
 
 
@@ -282,6 +307,19 @@ def test_a_neighbour_without_drafts_is_probed_in_three_steps_and_pays_for_them()
     assert min(np.diff(begins)) >= 30  # three steps that lose a tenth each, at 1 % of the time
 
 
+@pytest.mark.parametrize(("steps", "milliseconds"), [(6, 12.0), (2, 5.0)])
+def test_a_price_of_plain_steps_that_stands_is_kept(steps, milliseconds):
+    """Breaks if steps that draft in vain, and are dearer or too few to tell, have one slow step without drafts decide."""
+    costs = measured_costs()
+    for _ in range(6):
+        costs.observe(256, 0, 0, 9e-3, 256)
+    for _ in range(steps):
+        costs.observe(256, 512, 0, (milliseconds + draft(512)) / 1e3, 256)
+    assert costs.plain(256, 0) == pytest.approx(9e-3, rel=0.02)
+    costs.observe(256, 0, 0, 14e-3, 256)
+    assert costs.plain(256, 0) < 10.5e-3
+
+
 def test_a_stale_price_of_plain_steps_does_not_keep_drafts_in_vain():
     """As on a busy host: plain steps were seen in a bad time, and drafts of hopeless text have been made since. Breaks if the old
     price stands until plain steps have their next turn, some 1024 steps later: a whole answer at 256 requests did."""
@@ -293,6 +331,7 @@ def test_a_stale_price_of_plain_steps_does_not_keep_drafts_in_vain():
     assert costs.plain(256, 0) == pytest.approx(14e-3, rel=0.02)  # two may be luck
     for _ in range(4):
         costs.observe(256, 512, 0, (bare(256) + 3.0 + draft(512)) / 1e3, 256)
+        costs.observe(1024, 1024, 0, (bare(1024) + 3.0 + draft(1024)) / 1e3, 256)  # many rows, which say nothing of few
     assert costs.plain(256, 0) == pytest.approx((bare(256) + 3.0) / 1e3, rel=0.02)
     costs.observe(256, 0, 0, (bare(256) + 3.0) / 1e3, 256)
     assert costs.plain(256, 0) == pytest.approx((bare(256) + 3.0) / 1e3, rel=0.02)  # and does not come back with the first step

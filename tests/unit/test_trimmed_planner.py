@@ -55,6 +55,16 @@ def test_rates_are_those_of_the_best_cut():
         assert rate == pytest.approx(best)
 
 
+def test_a_long_context_slows_steps_without_drafts_too():
+    """Breaks if it is left out of their price alone: long answers would end up without drafts."""
+    costs = StepCosts(184.0)
+    for step in range(400):
+        context = 1000 * (step % 40)
+        costs.observe(64, 0, context, 5e-3 + 2e-7 * context, 64)
+    near, far = (float(trimmed_rates([np.empty((64, 0))], np.array([0]), costs, np.array([0]), at)[0]) for at in (0, 40_000))
+    assert near / far == pytest.approx(13 / 5, rel=0.1)
+
+
 def test_survival_keeps_the_spread_and_the_level():
     """Breaks if confident drafts are averaged with hopeless ones: a batch's best positions would look worse than they are."""
     stats, names = ConfidenceStats(2), [f"r{number}" for number in range(64)]
@@ -231,6 +241,11 @@ def test_a_stall_makes_no_row_count_dearer_than_a_larger_one():
     assert (np.diff(apart) >= 0).all()
 
 
+def test_no_number_of_rows_is_free():
+    """Breaks if steps that were quicker than their bare pass price small ones at nothing: rates would be endless."""
+    assert corrected(np.array([1.0, 5.0, 20.0]), [(2, 0.01)]).min() > 0
+
+
 def test_a_cut_is_priced_for_its_batch_and_context():
     """Breaks if steps of few requests, or of short contexts, price those of many: verifying nothing would look too cheap."""
     costs = costs_of((64, 8, 5.5), (64, 64, 8.0), (256, 64, 11.0))
@@ -269,6 +284,24 @@ def test_neighbours_are_probed_in_turn_and_less_and_less():
     assert {width for _, width in probes} == {1, 7}
     gaps = np.diff([step for step, _ in probes])
     assert np.median(gaps[-4:]) > 2 * np.median(gaps[:4])
+
+
+def test_a_held_width_leaves_probes_as_they_were():
+    """Breaks if the fixed widths of a benchmark count as tried: the planner would then look at its neighbours less often."""
+    served = []
+    for held in (0, 40):
+        planner, names = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1), [str(number) for number in range(16)]
+        planner._clock = lambda: 0.0
+        for width in (*WIDTHS, None) if held else ():
+            planner.hold(width)
+            for _ in range(held if width is not None else 0):
+                planner.plan(names, 0)
+        widths = []
+        for _ in range(300):
+            widths.append(planner.plan(names, 0).width)
+            planner.note(names, np.full((16, widths[-1]), 0.6))
+        served.append(widths)
+    assert served[0] == served[1]
 
 
 def test_a_wider_probe_is_judged_by_its_own_confidences():

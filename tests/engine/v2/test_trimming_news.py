@@ -157,6 +157,43 @@ def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
     assert budget(priced, places) == 2 * K
 
 
+def test_prices_follow_what_steps_take(priced, monkeypatch):
+    """Breaks if a steady batch is cut by the prices of its first step, another batch or other curves wait for new ones, or a
+    narrow pass is paid for as a wide one."""
+    from vllm_dflash.engine import trimming
+    from vllm_dflash.planner import confidences as mailbox
+
+    manager, seconds = priced._manager, {1: 0.1, 2: 0.2}
+    monkeypatch.setattr(mailbox, "_COSTS", [SimpleNamespace(observed=lambda requests: [(4, seconds[requests])])])
+    monkeypatch.setattr(trimming, "_DRAFT_TIMES", [(rows, 1e-3 * rows) for rows in (2, 4, 8)])
+    priced._set_curves = lambda *tables: setattr(manager, "cost_tables", tables)
+    for places in ({"a": 2}, {"a": 2, "b": 0}):
+        budget(priced, places)
+        assert manager.cost_tables[1][4] == pytest.approx(1e3 * seconds[len(places)])
+    seconds[2] = 0.4
+    for _ in range(trimming._REPRICE):
+        budget(priced, places)
+    assert manager.cost_tables[1][4] == pytest.approx(400.0)
+    drafting = []
+    for drafts in (1, K):
+        budget(priced, places, drafts)
+        drafting.append(manager.cost_tables[0][2])
+    assert drafting == [0.5, 1.0]
+    manager.set_cost_curves(np.full(MOST + 1, 3.0), np.full(64, 5.0))
+    seconds[2] = 0.3
+    budget(priced, places)
+    assert manager.cost_tables[0][2] == pytest.approx(3.0)
+    assert manager.cost_tables[1][4] == pytest.approx(300.0)
+
+
+def test_a_wide_block_behind_a_narrow_one_is_verified(priced):
+    """Breaks if positions that a narrow step did not draft count as hopeless, or what is usual stands for what is known."""
+    manager = priced._manager
+    manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [HARD, [0.9, 0.0, 0.0]]
+    priced._usual.by_position[:] = 0.9
+    assert budget(priced, {"a": 2, "b": 0}) == K
+
+
 def test_a_probe_of_another_width_leaves_what_is_known(priced):
     """Breaks if one narrow step makes a block forget all others: the hard one behind it would cut the next."""
     step(priced, {"a": 2})
