@@ -24,7 +24,7 @@ from vllm_dflash.planner.planner import Planner, RowsOf
 DOUBT = 0.5
 """How far the confidences of a probe must lie above what was expected, times the root of their number: each strays by 0.25."""
 ALIKE = 32
-"""Batches that differ by less than one request in as many reach the same rate."""
+"""Batches that differ by one request in as many at most reach the same rate."""
 _CUTS = 64
 """Numbers of verified drafts that are tried per width: the rate is flat around the best."""
 

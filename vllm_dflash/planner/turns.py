@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """When something is tried that is not the best as things look, so that it becomes known."""
 
-import numpy as np
-
 PROBE_SHARE = 0.01
 """Part of the time that may go to trying a neighbouring width: what is not tried is not known. Of a batch without drafts whose
 lengths may differ: part of what drafts that are all accepted would gain, much for one request and little for many."""
 PLAIN_STEPS = 3
 """Steps of a probe without drafts: the first one still verifies, and of the others one is sure to stand for itself."""
-PLAIN_EVERY = (32, 4096)
-"""Steps between two such probes for each power of two of the requests, so many that they cost `PROBE_SHARE` as things look: a
-price may have been learnt at a bad time. What looks about as good as drafting is tried often, then."""
+PLAIN_EVERY = 32
+"""Steps between two such probes at least, of each power of two of the requests; as many more as keep their cost within
+`PROBE_SHARE` as things look, 300 at most. A price may have been learnt at a bad time: what looks about as good as drafting is
+tried often."""
 PLAIN_IN_VAIN = (64, 4096)
 """The same where the last one told nothing, four times as many each time: a busy server has a prefill in nearly every step."""
 
@@ -47,7 +46,7 @@ class PlainTries:
             self._in_vain = Turns(*PLAIN_IN_VAIN, 4)
         self._told = told
         self._in_vain.take(now)
-        self._again = now + int(np.clip(PLAIN_STEPS * max(0.0, 1.0 - ratio) / PROBE_SHARE, *PLAIN_EVERY))
+        self._again = now + max(int(PLAIN_STEPS * max(0.0, 1.0 - ratio) / PROBE_SHARE), PLAIN_EVERY)
 
     def due(self, now: int, told: int) -> bool:
         """Whether they may be tried in step ``now``."""
