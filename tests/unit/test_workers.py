@@ -27,14 +27,3 @@ def parallel(world_size, backend):
 def test_one_worker_that_is_called_directly(world_size, backend, shared):
     """Breaks if an engine waits for confidences from a worker in another process, or a planner is given up on for no reason."""
     assert share_process(parallel(world_size, backend)) == shared
-
-
-def test_an_executor_class_is_known_by_what_it_is():
-    """Breaks if any class passes for an executor of one process, or vLLM's own does not."""
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
-
-    found = {
-        kind: share_process(parallel(1, kind)) for kind in (UniProcExecutor, ExecutorWithExternalLauncher, MultiprocExecutor)
-    }
-    assert list(found.values()) == [True, True, False]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 SCRIPT = """
 import sys
@@ -116,3 +117,15 @@ def test_the_planner_of_another_process_is_asked_and_told(tmp_path):
     assert found["free"] is None
     assert found["drafter"] == ["vllm_dflash.engine.proposer.DFlashProposer"]
     assert not found["here"]
+
+
+def test_an_executor_class_is_known_by_what_it_is():
+    """Breaks if any class passes for an executor of one process, or vLLM's own does not."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    from vllm_dflash.engine.workers import share_process
+
+    kinds = (UniProcExecutor, ExecutorWithExternalLauncher, MultiprocExecutor)
+    configs = [SimpleNamespace(world_size=1, distributed_executor_backend=kind) for kind in kinds]
+    assert [share_process(config) for config in configs] == [True, True, False]
