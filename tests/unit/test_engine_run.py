@@ -47,8 +47,9 @@ match order["end"]:
         open(order["tidy"], "w").close()
 """
 PARENT = """
-import sys
+import signal, sys
 from vllm_dflash.cli.engine_run import Child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what runs in their background ignore it
 sys.path.insert(0, {folder!r})
 from test_engine_run import start
 with start({place!r}, end="hang") as one, start({place!r}, end="hang") as two:
