@@ -273,7 +273,8 @@ class StepPlanning:
         """Count accepted drafts of a finished step (vLLM's ``SchedulerOutput`` and ``ModelRunnerOutput``)."""
         began = time.perf_counter()
         sampled = getattr(runner_output, "sampled_token_ids", None)
-        self._came += sum(map(len, sampled or ()))
+        if self._trimmed is not None:
+            self._came += sum(map(len, sampled or ()))
         if self._unlearnt:
             self._unlearnt -= 1
         elif sampled and output.scheduled_spec_decode_tokens and self._trimmed is None:  # counts of cut drafts say nothing
@@ -297,9 +298,10 @@ class StepPlanning:
 
     def _settle(self, seconds: float) -> None:
         """Hold the tokens of a step against what its plan promised, where the steps in flight are of that plan too."""
-        plan, steps, requests = self._plan, self._steps, [step.requests for step in self._steps]
+        plan, steps = self._plan, self._steps
         if self._trimmed is None or self._unlearnt or plan is None or plan.probe or len(steps) < (steps.maxlen or 0):
             return
+        requests = [step.requests for step in steps]
         alike = (max(requests) - min(requests)) * ALIKE <= max(requests)
         if alike and all(step.decode_only and step.width == plan.width for step in steps):
             self._trimmed.came(plan, seconds, self._came, requests[-1 - self._ahead])

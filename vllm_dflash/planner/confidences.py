@@ -89,10 +89,8 @@ class RecentBlocks:
     """How good the best drafts of a next step will be, the second best, and so on, from the latest steps of the same requests.
 
     How many drafts are verified is decided before they are known to the host, which sees those of an earlier step. Of many
-    requests these are as good as the next; of few they are luck, and an easy block is cut for a hard one before it. That is
-    thought to be why 1 and 8 requests had up to 7 % fewer tokens a step than with equal lengths, in no less time
-    (``docs/results/never_slower.json``). So the n-th best of several steps are averaged, of as many as have ``POOL`` blocks
-    together.
+    requests these are as good as the next; of few they are luck, and an easy block is cut for a hard one before it. So the n-th
+    best of several steps are averaged, of as many as have ``POOL`` blocks together.
     """
 
     def __init__(self) -> None:
