@@ -26,9 +26,9 @@ def engine_config(claims: Callable[[Any], bool], enabled: Callable[[], bool]) ->
                     _warn_of(given)
                 return result
             # Here, as vLLM imports its config before its engine.
-            from vllm_dflash.engine import capture_sizes, planning, verify_lengths
+            from vllm_dflash.engine import capture_sizes, planned_widths, verify_lengths
 
-            planning.configure(self)
+            planned_widths.configure(self)
             open_to_us = capture_sizes.are_default(self)
             result = original(self, *args, **kwargs)
             verify_lengths.choose(self)

@@ -20,7 +20,7 @@ def planner_table(claims: Callable[[Any], bool]) -> Patch:
         @functools.wraps(original)
         def disable(self: Any) -> Any:
             if claims(self):
-                from vllm_dflash.engine.planning import why_fixed  # here: vLLM imports its config before its engine
+                from vllm_dflash.engine.planned_widths import why_fixed  # here: vLLM imports its config before its engine
 
                 if why_fixed(self) is None:
                     return None

@@ -81,10 +81,10 @@ def test_the_largest_size_is_what_vllm_compares_with(monkeypatch):
 def test_sizes_are_added_once_vllm_has_chosen_its_own(monkeypatch, sizes):
     """Breaks if sizes are added before there are any, or to a user's own, which by then look like vLLM's."""
     from vllm_dflash.config_patch import engine_config
-    from vllm_dflash.engine import planning
+    from vllm_dflash.engine import planned_widths
 
     calls = []
-    monkeypatch.setattr(planning, "configure", lambda _: calls.append("widths"))
+    monkeypatch.setattr(planned_widths, "configure", lambda _: calls.append("widths"))
     monkeypatch.setattr(capture_sizes, "cover_verification", lambda _: calls.append("sizes"))
 
     def post_init(found):

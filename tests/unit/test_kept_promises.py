@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_dflash.planner.kept_promises import BOUNDS, KeptPromises
+from vllm_dflash.planner.kept_promises import BOUNDS, REST, KeptPromises
 from vllm_dflash.planner.plan import Plan
 
 
@@ -19,13 +19,16 @@ def told(kept, steps, share, *, requests=256, width=3, rate=25_000.0, seconds=0.
 
 
 def test_a_share_is_what_came_over_what_was_promised():
-    """Breaks if the first step counts for nothing, luck of one request for much, or no fault is too large to be believed."""
+    """Breaks if the first step counts for nothing, luck of one request for much, a fault that lasts for nothing, or no fault is
+    too large to be believed."""
     assert KeptPromises().share(256, 3) == 1.0
     kept = told(KeptPromises(), 1, 1.0)
     assert kept.share(256, 3) == pytest.approx(1.0)
     assert told(kept, 100, 0.85).share(256, 3) == pytest.approx(0.85, abs=0.01)
     assert kept.share(256, 0) == 1.0
-    assert told(KeptPromises(), 100, 0.5, requests=1, rate=400.0, seconds=0.005).share(1, 3) > 0.85
+    alone = told(KeptPromises(), 8, 0.5, requests=1, rate=400.0, seconds=0.005)
+    assert alone.share(1, 3) > 0.85
+    assert told(alone, 92, 0.5, requests=1, rate=400.0, seconds=0.005).share(1, 3) < 0.7
     assert (told(KeptPromises(), 100, 0.1).share(256, 3), told(KeptPromises(), 100, 9.0).share(256, 3)) == BOUNDS
 
 
@@ -54,7 +57,7 @@ def test_what_was_found_is_forgotten(requests):
         kept = told(KeptPromises(), 100, 0.8, requests=requests, rate=100.0 * requests)
         shares = []
         for _ in range(3):
-            for _ in range(256):
+            for _ in range(REST):
                 pause(kept)
             shares.append(kept.share(requests, 3))
         assert 0.85 < shares[0] < 0.95

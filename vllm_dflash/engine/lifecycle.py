@@ -99,6 +99,8 @@ class DraftLifecycle(DraftModelSpeculator):
         self.attention: DraftAttention | None = None
         self.graphs: DraftGraphManager | None = None
         self.counters = StepCounters()
+        self.drafted = False
+        """Whether the latest step of requests drafted."""
         self._start_line = ""
         measured.forget()  # of an earlier engine of this process
         self.capability: Capability | None = None

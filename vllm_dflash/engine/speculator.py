@@ -94,6 +94,7 @@ class DFlashSpeculator(DraftLifecycle):
         aux = self._check_aux(aux_hidden_states)
         if dummy_run and skip_attn_for_dummy_run:
             return self._profile_without_attention(input_batch, aux)
+        self.drafted = self.drafted and dummy_run
         if not self._caches_bound:
             self._bind_caches()
         self.model.refresh_head(None if dummy_run else input_batch.input_ids[: input_batch.num_tokens])
@@ -117,7 +118,13 @@ class DFlashSpeculator(DraftLifecycle):
         self._stage_context(step, aux)
         self._prepare_eplb_forward(step.num_reqs * shape.num_query_per_req)
         self._run(step, input_batch)
+        self.drafted = self.drafted or not dummy_run
         return self.draft_tokens[: input_batch.num_reqs]
+
+    def observe_verification(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """As in ``DraftModelSpeculator``; nothing is launched where the step before drafted nothing that could be verified."""
+        if self.drafted:
+            super().observe_verification(idx_mapping, num_sampled, num_rejected)
 
     def _without_drafts(self, num_reqs: int) -> torch.Tensor:
         """What a step that drafts nothing returns: tokens that nobody reads, and no confidence in them."""

@@ -2,7 +2,7 @@
 """vLLM's adaptive verification beside drafts of changing width, and what it tells the planner.
 
 vLLM's manager picks, before each step, how many drafts the whole batch verifies (its *budget*, from confidences that reached the
-host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Six
+host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Seven
 things change here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
 
 * its draft curve was taken at full width: it is scaled to the width in use;
@@ -11,9 +11,12 @@ things change here, all of them on the host and from earlier steps alone, so tha
 * positions that an earlier, narrower pass did not draft have no confidence yet: the budget takes the usual one of that position;
 * of few requests one step's confidences are luck: the budget takes what several steps let expect;
 * a budget that saves next to no time is that of all drafts;
+* while nothing is drafted nothing is copied to the host, which would wait for the GPU in every step;
 * confidences and the rows that were really verified go to the planner, where it runs in the same process.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ import numpy.typing as npt
 from vllm.distributed import get_tp_group
 
 from vllm_dflash.planner import confidences
+from vllm_dflash.planner.costs import KNEE_GPU
 from vllm_dflash.planner.planner import OTHER_BATCH
 from vllm_dflash.planner.trimmed import corrected
 
@@ -28,8 +32,12 @@ Array = npt.NDArray[np.float64]
 
 WORTH_A_CUT = 0.03
 """Of a step's time, what a cut must save of the bare pass, whose times are steadier than those of steps that ran: a draft that is
-cut is lost for sure. Up to 64 rows a step takes as long with a cut as without (``docs/results/never_slower.json``)."""
+cut is lost for sure."""
+STRAYS = 0.05
+"""Of a bare pass, by which the times of two sizes differ for nothing; what the roofline explains counts whole."""
 _DRAFT_TIMES: list[tuple[int, float]] = []
+_COPIES = 2
+"""Of confidences on the host: a step reads one while the other is on its way."""
 _REPRICE = 16
 """Steps between two looks at what was observed: 0.1 ms each time."""
 
@@ -55,16 +63,23 @@ def share_of_full_width(rows: int, full_rows: int, max_requests: int) -> Array:
     return share
 
 
+def surely_saved(bare: float, uncut: float, rows: int, uncut_rows: int) -> float:
+    """What a pass of ``rows`` that was timed at ``bare`` saves of one of ``uncut_rows`` at ``uncut``, in their unit."""
+    explained = uncut * (1.0 - math.hypot(1.0, rows / KNEE_GPU) / math.hypot(1.0, uncut_rows / KNEE_GPU))
+    return max(min(uncut - bare, explained), uncut - bare - STRAYS * uncut)
+
+
 class Trimming:
     """Stands before the methods of an ``AdaptiveVerificationManager`` that the runner calls.
 
     Args:
         manager: vLLM's; its methods are replaced on this one object.
         query_rows: rows per request of the draft pass of each width, ascending.
+        drafted: whether the latest step drafted.
     """
 
-    def __init__(self, manager: Any, query_rows: dict[int, int]) -> None:
-        self._manager, self._query_rows = manager, query_rows
+    def __init__(self, manager: Any, query_rows: dict[int, int], drafted: Callable[[], bool] = lambda: True) -> None:
+        self._manager, self._query_rows, self._has_drafted = manager, query_rows, drafted
         self._count, self._record, self._set_curves = (
             manager.get_num_tokens,
             manager.record_confidences,
@@ -79,6 +94,10 @@ class Trimming:
         self._by_width: dict[int, Any] = {}
         self._verify: Any = None  # vLLM's, corrected
         self._steps = self._requests = 0
+        self._told: tuple[Sequence[str], int] = (
+            (),
+            0,
+        )  # requests whose copies on the host say that they have no drafts, how many do
         confidences.forget()
 
     def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
@@ -102,6 +121,9 @@ class Trimming:
 
     def record_confidences(self, confidence_probs: Any, input_batch: Any) -> None:
         """As vLLM's, called once per step after the draft pass; the copy of the step before has arrived by then."""
+        if self._says_nothing(input_batch.req_ids):
+            self._recent.idle()
+            return
         self._record(confidence_probs, input_batch)
         (names, slots), count = self._drafted_for, input_batch.num_reqs
         decoding = np.flatnonzero(~input_batch.is_prefilling_np[:count])  # others may have no drafts yet
@@ -122,6 +144,14 @@ class Trimming:
             self._record_news(names, seen[:, :width])
         elif drafted.any():
             self._record_news([name for name, here in zip(names, drafted.tolist(), strict=True) if here], seen[drafted, :width])
+
+    def _says_nothing(self, names: Sequence[str]) -> bool:
+        """Whether both copies on the host say that these requests have no drafts, and there are none to tell of."""
+        before, told = self._told
+        if self._has_drafted() or names != before:
+            told = 0
+        self._told = names, told + (not self._has_drafted())
+        return told >= _COPIES
 
     def _record_news(self, names: list[str], seen: Any) -> None:
         """Hand over what is known of a step: fp32 [len(names), its width]."""
@@ -156,11 +186,12 @@ class Trimming:
         left_out: int = all_drafts - budget
         if self._full is None or left_out <= 0:
             return rows
-        (draft, verify), bare = manager.cost_tables, self._full[1]
-        if bare[rows + left_out] - bare[rows] > WORTH_A_CUT * (draft[len(others)] + verify[rows + left_out]):
+        (draft, verify), uncut = manager.cost_tables, rows + left_out
+        saved = surely_saved(float(self._full[1][rows]), float(self._full[1][uncut]), rows, uncut)
+        if saved > WORTH_A_CUT * (draft[len(others)] + verify[uncut]):
             return rows
         manager._batch_budget = drafts, others, all_drafts
-        return rows + left_out
+        return uncut
 
     def _complete(self, names: list[str], width: int) -> None:
         """Usual confidences where the host's copy is of a narrower pass than the drafts at hand."""
@@ -186,4 +217,5 @@ class Trimming:
 def trim(manager: Any, speculator: Any) -> None:
     """Put :class:`Trimming` before ``manager``, once, for a speculator of ours."""
     if not isinstance(getattr(manager.get_num_tokens, "__self__", None), Trimming):
-        Trimming(manager, {width: shape.num_query_per_req for width, shape in speculator.buffers.shapes.items()})
+        rows = {width: shape.num_query_per_req for width, shape in speculator.buffers.shapes.items()}
+        Trimming(manager, rows, lambda: bool(speculator.drafted))

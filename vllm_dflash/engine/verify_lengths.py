@@ -12,9 +12,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dflash.engine.planning import KNEE_GPU, why_fixed
+from vllm_dflash.engine.planned_widths import why_fixed
 from vllm_dflash.engine.workers import share_process
 from vllm_dflash.options import read_options
+from vllm_dflash.planner.costs import KNEE_GPU
 
 logger = init_logger("vllm.plugins.dflash")
 

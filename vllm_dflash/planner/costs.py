@@ -11,6 +11,8 @@ import numpy.typing as npt
 from vllm_dflash.planner.context_slope import ContextSlope
 from vllm_dflash.planner.row_curve import BELIEVED, CLIP, Array, RowCurve, Typical, rising
 
+KNEE_GPU, KNEE_CPU = 184.0, 8.0
+"""Rows up to which a pass is bound by reading weights: of bf16 on an H200, and on CPUs."""
 PRICED = 32
 """Numbers of rows that are looked up for a batch; those in between are interpolated."""
 DRAFT_SHARE = 0.2

@@ -7,13 +7,14 @@ from collections import defaultdict
 from vllm_dflash.planner.row_curve import CLIP, Typical
 
 MEMORY = 32
-"""Steps that a promise is remembered for while a width is in use."""
-REST = 256
+"""Steps that a promise is remembered for while a width is in use; of few requests as many as have `MEMORY_TOKENS` at one each."""
+MEMORY_TOKENS = 256
+REST = 512
 """Steps that do something else until a third of what was found is left: a width is tried again then, should it promise more."""
-PRIOR = 200.0
-"""Tokens that are imagined as promised, and kept as those of other widths: of one request 32 steps have fewer, and luck is most
-of what they tell."""
-BOUNDS = (0.7, 1.3)
+PRIOR = 60.0
+"""Tokens that are imagined as promised, and kept as those of other widths: few tokens came by luck."""
+BOUNDS = (0.4, 1.3)
+"""A draft that is never accepted halves what was promised of one that is thought even."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,7 +41,7 @@ class KeptPromises:
         self._rest(requests, but=width)
         account = self._of[requests.bit_length()][width]
         account.usual.observe(seconds, None)
-        fade = 1.0 - 1.0 / MEMORY
+        fade = 1.0 - 1.0 / max(MEMORY, MEMORY_TOKENS / requests)
         account.promised = fade * account.promised + rate * min(seconds, CLIP * account.usual.mean)
         account.came = fade * account.came + came
 

@@ -81,6 +81,7 @@ class Planner:
         self._current: Plan | None = None
         self._planned_for: list[str] = []
         self._served, self._serves, self._age = 0, REPLAN[0], 0
+        self._decoding = False  # what the last plan was told
         self._pays = 2e-4  # seconds of planning once
         self._since_change = 0
         self._wait, self._backoff = PROBE_EVERY[0], 1
@@ -112,14 +113,14 @@ class Planner:
         plan = self._current
         self._age += 1
         # Nothing more is known of requests that are not drafted for: their plan stays until the next probe, or others come.
-        serves = REPLAN[1] if self.per_request and plan is not None and not plan.width else self._serves
-        due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2))
+        serves = REPLAN[1] if plan is not None and not plan.width else self._serves
+        due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2)) or decoding > self._decoding
         other = self._is_other(request_ids)
         if other:
             self._followed = 0
         if plan is None or other or due or self._wait <= 0 or self.costs.late > LATE:
             self._age = 0 if other else self._age
-            self.costs.late = 0
+            self.costs.late, self._decoding = 0, decoding
             began = self._clock()
             plan = self._replan(list(request_ids), context, decoding=decoding)
             self._pays = min(0.8 * self._pays + 0.2 * (self._clock() - began), 2.0 * self._pays)

@@ -255,8 +255,9 @@ def test_verification_is_timed_where_a_planner_reads_it(planned, monkeypatch):
 
 def test_the_planner_is_off_where_it_is_told_to_be(engine):
     """Breaks if the option does not reach vLLM's configuration: K then stays what it is."""
+    from vllm_dflash.engine.planned_widths import why_fixed
     from vllm_dflash.engine.planner_access import hold_width, report_of
-    from vllm_dflash.engine.planning import planning_of, why_fixed
+    from vllm_dflash.engine.planning import planning_of
 
     with pytest.raises(ValueError, match="found an engine without a planner"):
         hold_width(engine.llm.llm_engine, 0)
@@ -280,9 +281,9 @@ def test_the_planner_is_off_where_it_is_told_to_be(engine):
 )
 def test_when_k_follows_the_load(option, on_cpu, layers, hidden, part, monkeypatch):
     """Breaks if auto plans for a target that the host bounds, or not for one that the GPU bounds."""
-    from vllm_dflash.engine import planning
+    from vllm_dflash.engine import planned_widths
 
-    monkeypatch.setattr(planning, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    monkeypatch.setattr(planned_widths, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
     config = SimpleNamespace(
         additional_config={"vllm_dflash": {"planner": option}},
         use_v2_model_runner=True,
@@ -290,7 +291,7 @@ def test_when_k_follows_the_load(option, on_cpu, layers, hidden, part, monkeypat
         speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=None, enable_adaptive_verification=False),
         parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, world_size=1),
     )
-    reason = planning.why_fixed(config)
+    reason = planned_widths.why_fixed(config)
     assert reason is None if part is None else part in reason
 
 
