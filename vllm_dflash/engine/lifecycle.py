@@ -42,7 +42,7 @@ from vllm_dflash.engine.graphs import CONTEXT_ONLY, DraftGraphManager, StepCount
 from vllm_dflash.engine.loading import draft_layer_config, load_draft
 from vllm_dflash.engine.pair import drafted_context, resolve_draft
 from vllm_dflash.engine.private_head import PrivateHead
-from vllm_dflash.engine.trimming import note_draft_times
+from vllm_dflash.engine.verification_prices import note_draft_times
 from vllm_dflash.engine.weight_update import keep_through_deep_sleep
 from vllm_dflash.planner import measured
 from vllm_dflash.planner.widths import draft_widths

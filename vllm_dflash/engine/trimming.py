@@ -2,12 +2,10 @@
 """vLLM's adaptive verification beside drafts of changing width, and what it tells the planner.
 
 vLLM's manager picks, before each step, how many drafts the whole batch verifies (its *budget*, from confidences that reached the
-host a step earlier and from cost curves taken at start-up), and the device gives them to the drafts of highest survival. Seven
-things change here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
+host a step earlier and from tables of costs), and the device gives them to the drafts of highest survival. Six things change
+here, all of them on the host and from earlier steps alone, so that nothing can bias what is accepted:
 
-* its draft curve was taken at full width: it is scaled to the width in use;
-* its verification curve is that of bare passes: what steps of a row count take beyond them while serving (head, sampling, the
-  host's part) is added, as the planner observes it;
+* its tables are of the width in use and of what rows really cost (``verification_prices.py``);
 * positions that an earlier, narrower pass did not draft have no confidence yet: the budget takes the usual one of that position;
 * of few requests one step's confidences are luck: the budget takes what several steps let expect;
 * a budget that saves next to no time is that of all drafts;
@@ -15,58 +13,20 @@ things change here, all of them on the host and from earlier steps alone, so tha
 * confidences and the rows that were really verified go to the planner, where it runs in the same process.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.distributed import get_tp_group
 
+from vllm_dflash.engine.verification_prices import VerificationPrices, surely_saved
 from vllm_dflash.planner import confidences
-from vllm_dflash.planner.costs import KNEE_GPU
-from vllm_dflash.planner.planner import OTHER_BATCH
-from vllm_dflash.planner.trimmed import corrected
-
-Array = npt.NDArray[np.float64]
 
 WORTH_A_CUT = 0.03
 """Of a step's time, what a cut must save of the bare pass, whose times are steadier than those of steps that ran: a draft that is
 cut is lost for sure."""
-STRAYS = 0.05
-"""Of a bare pass, by which the times of two sizes differ for nothing; what the roofline explains counts whole."""
-_DRAFT_TIMES: list[tuple[int, float]] = []
 _COPIES = 2
 """Of confidences on the host: a step reads one while the other is on its way."""
-_REPRICE = 16
-"""Steps between two looks at what was observed: 0.1 ms each time."""
-
-
-def note_draft_times(times: list[tuple[int, float]]) -> None:
-    """(query rows, seconds) of captured draft passes; ranks take those of the first, as they must agree on every budget."""
-    group = get_tp_group()
-    agreed = times if group.world_size == 1 else group.broadcast_object(times, src=0)
-    _DRAFT_TIMES[:] = sorted(agreed)
-
-
-def share_of_full_width(rows: int, full_rows: int, max_requests: int) -> Array:
-    """Cost of a pass of ``rows`` query rows per request over one of ``full_rows``, for 0 to ``max_requests`` requests.
-
-    1 throughout where nothing was timed.
-    """
-    if not _DRAFT_TIMES:
-        return np.ones(max_requests + 1)
-    at, seconds = np.array(_DRAFT_TIMES).T
-    requests = np.arange(max_requests + 1)
-    narrow, full = (np.interp(requests * each, at, np.maximum.accumulate(seconds)) for each in (rows, full_rows))
-    share: Array = narrow / full
-    return share
-
-
-def surely_saved(bare: float, uncut: float, rows: int, uncut_rows: int) -> float:
-    """What a pass of ``rows`` that was timed at ``bare`` saves of one of ``uncut_rows`` at ``uncut``, in their unit."""
-    explained = uncut * (1.0 - math.hypot(1.0, rows / KNEE_GPU) / math.hypot(1.0, uncut_rows / KNEE_GPU))
-    return max(min(uncut - bare, explained), uncut - bare - STRAYS * uncut)
 
 
 class Trimming:
@@ -90,20 +50,15 @@ class Trimming:
         self._usual = confidences.UsualConfidence(manager.num_speculative_steps)
         self._recent = confidences.RecentBlocks()
         self._drafted_for: tuple[list[str], npt.NDArray[Any]] = [], np.empty(0, dtype=np.int64)
-        self._full: Any = None  # vLLM's cost tables, of full width
-        self._by_width: dict[int, Any] = {}
-        self._verify: Any = None  # vLLM's, corrected
-        self._steps = self._requests = 0
-        self._told: tuple[Sequence[str], int] = (
-            (),
-            0,
-        )  # requests whose copies on the host say that they have no drafts, how many do
+        self._prices: VerificationPrices | None = None
+        # The requests of the last step, and how many copies on the host say that these have no drafts.
+        self._told: tuple[Sequence[str], int] = (), 0
         confidences.forget()
 
     def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
         """As vLLM's: milliseconds by requests and by rows."""
         self._set_curves(draft_curve, verify_curve)
-        self._full, self._steps = None, 0
+        self._prices = None
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """As vLLM's: rows of the next step with as many drafts as pay, given all that are scheduled."""
@@ -163,20 +118,11 @@ class Trimming:
     def _price(self, width: int, requests: int) -> None:
         """Have the manager reckon with the draft pass that this width runs, and with what steps of so many requests take."""
         manager = self._manager
-        if manager.cost_tables is None:
-            return
-        if self._full is None:
-            self._full = manager.cost_tables
-        if self._steps % _REPRICE == 0 or abs(requests - self._requests) * OTHER_BATCH > self._requests:
-            self._verify, self._by_width = corrected(self._full[1], confidences.observed_costs(requests)), {}
-            self._steps, self._requests = 0, requests
-        self._steps += 1
-        if width not in self._by_width:
-            rows = next(rows for wide, rows in self._query_rows.items() if wide >= width)
-            draft = self._full[0]
-            share = share_of_full_width(rows, list(self._query_rows.values())[-1], len(draft) - 1)
-            self._by_width[width] = draft * share, self._verify
-        manager.cost_tables = self._by_width[width]
+        if self._prices is None and manager.cost_tables is not None:
+            draft, verify = manager.cost_tables
+            self._prices = VerificationPrices(draft, verify, self._query_rows)
+        if self._prices is not None:
+            manager.cost_tables = self._prices.of(width, requests)
 
     def _uncut(self, rows: int) -> int:
         """All rows that are scheduled where a cut to ``rows`` saves next to no time, else ``rows``."""
@@ -184,10 +130,10 @@ class Trimming:
         drafts, others, budget = manager._batch_budget
         all_drafts = min(sum(drafts.values()), manager._max_total_logits - len(others) * manager.num_bonus_tokens)
         left_out: int = all_drafts - budget
-        if self._full is None or left_out <= 0:
+        if self._prices is None or left_out <= 0:
             return rows
-        (draft, verify), uncut = manager.cost_tables, rows + left_out
-        saved = surely_saved(float(self._full[1][rows]), float(self._full[1][uncut]), rows, uncut)
+        (draft, verify), bare, uncut = manager.cost_tables, self._prices.bare, rows + left_out
+        saved = surely_saved(float(bare[rows]), float(bare[uncut]), rows, uncut)
         if saved > WORTH_A_CUT * (draft[len(others)] + verify[uncut]):
             return rows
         manager._batch_budget = drafts, others, all_drafts

@@ -62,8 +62,14 @@ def forget() -> None:
 
 
 def offer_costs(costs: StepCosts) -> None:
-    """Let :func:`observed_costs` read what steps cost while serving."""
+    """Let :func:`bare_costs` and :func:`observed_costs` read what steps cost."""
     _COSTS[:] = [costs]
+
+
+def bare_costs(num_rows: int) -> Array | None:
+    """Seconds of passes of 0 to ``num_rows - 1`` rows on their own, [num_rows]; None where none was timed."""
+    verify = _COSTS[0].verify if _COSTS else None
+    return verify.alone(np.arange(num_rows)) if verify is not None and verify.measured else None
 
 
 def observed_costs(requests: int) -> list[tuple[float, float]]:

@@ -240,25 +240,50 @@ def test_the_planner_outlives_its_batches(adaptive, prompts, baseline):
     assert 0 < len(stats._row_of) <= len(prompts)
 
 
+def test_steps_without_drafts_leave_calibration_and_copies_alone(adaptive, prompts, baseline):
+    """Breaks if a step without drafts launches kernels that count none and waits for copies that say nothing, as vLLM's does in
+    every step, or if a step that verifies drafts goes uncounted."""
+    from vllm_dflash.planner import confidences as mailbox
+
+    estimator, trimmer = adaptive.speculator.acceptance_estimator, adaptive.runner.adaptive_verification.get_num_tokens.__self__
+    counted, copied = [], []
+    step, record = estimator.step, trimmer._record
+    estimator.step = lambda *args: counted.append(int((args[1] + args[2] - 1).sum())) or step(*args)
+    trimmer._record = lambda *args: copied.append(1) or record(*args)
+    for width, most in ((K, 12), (0, 12)):
+        counted.clear()
+        copied.clear()
+        adaptive.checked.clear()
+        mailbox.take_confidences()
+        force(adaptive.planning.planner, itertools.repeat(width))
+        assert adaptive.generate(prompts[:2], most) == baseline(prompts[:2], most)
+        if width:
+            assert sum(counted) == sum(kept for _, kept in adaptive.checked) > 0
+            assert len(copied) >= len(counted)
+    assert len(counted) <= 1  # of what the answers before have left in flight
+    assert 2 <= len(copied) <= 4
+    estimator.step, trimmer._record = step, record
+
+
 def test_chosen_widths_and_prices(adaptive, prompts, baseline):
     """The planner chooses by itself, and a narrow draft is priced as such.
 
     Breaks if adaptive verification switches the planner off, or the manager pays for a full pass when a narrow one runs.
     """
-    from vllm_dflash.engine import trimming
+    from vllm_dflash.engine import verification_prices
 
     vars(adaptive.planning.planner).pop("plan", None)
     assert adaptive.planning.planner.widths == (0, 1, K)
     assert adaptive.generate(prompts[:2], 6) == baseline(prompts[:2], 6)
-    trimming.note_draft_times([(rows, 1e-3 * rows) for rows in (2, 4, 8, 16)])
+    verification_prices.note_draft_times([(rows, 1e-3 * rows) for rows in (2, 4, 8, 16)])
     trimmer = adaptive.runner.adaptive_verification
     wrapped = trimmer.get_num_tokens.__self__
-    wrapped._full, wrapped._by_width = (np.full(33, 8.0), trimmer.cost_tables[1]), {}
+    wrapped._prices = None
     for width, price in ((1, 4.0), (K, 8.0)):
         wrapped._price(width, 2)
         assert trimmer.cost_tables[0][2] == price
-    trimming.note_draft_times([])
-    wrapped._full = None
+    verification_prices.note_draft_times([])
+    wrapped._prices = None
 
 
 def test_a_cut_is_priced_by_what_the_planner_observes(adaptive, prompts):

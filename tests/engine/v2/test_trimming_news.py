@@ -91,11 +91,11 @@ def budget(trimmer, places, drafts=K):
 
 @pytest.fixture
 def priced(trimmer):
-    """The same with prices: 1 ms a draft pass, 5 ms a verification and 0.1 ms for each of its rows."""
+    """The same with prices: 1 ms a draft pass, 5 ms a verification and 0.5 ms for each of its rows."""
     manager, states = trimmer._manager, trimmer._manager.req_states
     states.num_computed_tokens_np = np.full(MOST, 9)
     states.prefill_len = SimpleNamespace(np=np.full(MOST, 8))
-    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.1 * np.arange(64)
+    manager.cost_tables = curves(1.0, 0.5)
     return trimmer
 
 
@@ -136,50 +136,93 @@ def test_a_new_request_is_not_cut_by_the_one_before_it(priced):
     assert budget(priced, {"new": 5}) == K
 
 
+def curves(draft, row, most=64):
+    """Tables of vLLM's: ``draft`` milliseconds a draft pass, 5 a verification and ``row`` for each of its rows."""
+    return np.full(MOST + 1, draft), 5.0 + row * np.arange(most)
+
+
 def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
     """Breaks if drafts are given up for a saving that is smaller than what prices are wrong by, or that only a bad time of larger
-    steps promises: up to 64 rows a step takes as long with a cut as without."""
+    steps promises: while weights are read rows cost next to nothing."""
     manager, places = priced._manager, {"a": 2, "b": 0}
     manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [EASY, HARD]
-    assert budget(priced, places) == K  # 3 of 6 rows are 5 % of the step
-    manager.cost_tables, priced._full, priced._steps = (np.full(MOST + 1, 1.0), 5.0 + 0.05 * np.arange(64)), None, 0
+    manager.cost_tables = curves(1.0, 0.3)
+    assert budget(priced, places) == K  # 3 of 6 rows are 12 % of the step
+    manager.cost_tables, priced._prices = curves(1.0, 0.05), None
     manager._max_total_logits = 2 + 2 * K
     assert budget(priced, places) == 2 * K
     assert manager._batch_budget[2] == 2 * K
     manager._max_total_logits = 2 + K + 1
     assert budget(priced, places) == K + 1  # more have no room
-    manager._max_total_logits, steep = 2 + 2 * K, (np.full(MOST + 1, 1.0), 5.0 + 0.5 * np.arange(64))
-    priced._by_width = {K: steep}
+    manager._max_total_logits, steep = 2 + 2 * K, curves(1.0, 0.5)
+    priced._prices._by_width = {K: steep}
     assert budget(priced, places) == 2 * K
-    priced._by_width, priced._full = {K: steep}, (steep[0], 5.0 + 0.2 * np.arange(64))
+    priced._prices._by_width, priced._prices.bare = {K: steep}, curves(1.0, 0.4)[1]
     assert budget(priced, places) == K
-    priced._by_width[K] = steep[0] + 20.0, steep[1]  # of so dear a step the same saving is next to nothing
+    priced._prices._by_width[K] = steep[0] + 20.0, steep[1]  # of so dear a step the same saving is next to nothing
     assert budget(priced, places) == 2 * K
+
+
+def test_what_the_roofline_explains_is_saved_whatever_strays():
+    """Breaks if two sizes that differ by what any two do are a saving, or a large batch must save more than it pays for."""
+    from vllm_dflash.engine.verification_prices import surely_saved
+
+    assert surely_saved(5.0, 5.2, 44, 64) == pytest.approx(5.2 * 0.0289, rel=0.01)  # 1.0282 / 1.0588 by a knee of 184
+    assert surely_saved(5.0, 5.2, 8, 16) < 0.02
+    assert surely_saved(7.0, 8.4, 184, 256) == pytest.approx(1.4)
+    assert surely_saved(5.0, 10.0, 8, 16) == pytest.approx(4.5)  # of other weights than the knee is of
+    assert surely_saved(5.2, 5.2, 44, 64) == 0.0
+
+
+def test_rows_are_priced_as_the_planner_timed_them(priced, monkeypatch):
+    """Breaks if drafts are as dear as requests with contexts of their own, which vLLM times: they would be cut for nothing."""
+    from vllm_dflash.planner import confidences as mailbox
+    from vllm_dflash.planner.costs import StepCosts
+
+    manager, places = priced._manager, {"a": 2, "b": 0}
+    manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [EASY, HARD]
+    manager.cost_tables = dear = curves(1.0, 0.5)
+    assert budget(priced, places) == K
+    costs = StepCosts(184.0)
+    monkeypatch.setattr(mailbox, "_COSTS", [costs])
+    priced._prices = None
+    manager.cost_tables = dear
+    assert budget(priced, places) == K  # nothing was timed
+    costs.verify.measure([(1, 5e-3), (64, 5.4e-3)])
+    priced._prices._steps = 0
+    assert budget(priced, places) == 2 * K
+    assert priced._prices.bare[[1, 64 - 1]] == pytest.approx([5.0, 5.4], rel=0.01)
+    costs.verify.measure([(1, 6e-3), (64, 9e-3)])
+    priced._prices._steps = 0
+    assert budget(priced, places) == 2 * K
+    assert priced._prices.bare[1] == pytest.approx(5.0)  # timed once
 
 
 def test_prices_follow_what_steps_take(priced, monkeypatch):
     """Breaks if a steady batch is cut by the prices of its first step, another batch or other curves wait for new ones, or a
     narrow pass is paid for as a wide one."""
-    from vllm_dflash.engine import trimming
+    from vllm_dflash.engine import verification_prices
     from vllm_dflash.planner import confidences as mailbox
 
     manager, seconds = priced._manager, {1: 0.1, 2: 0.2}
-    monkeypatch.setattr(mailbox, "_COSTS", [SimpleNamespace(observed=lambda requests: [(4, seconds[requests])])])
-    monkeypatch.setattr(trimming, "_DRAFT_TIMES", [(rows, 1e-3 * rows) for rows in (2, 4, 8)])
+    monkeypatch.setattr(mailbox, "_COSTS", [])
+    monkeypatch.setattr(mailbox, "observed_costs", lambda requests: [(4, seconds[requests])])
+    monkeypatch.setattr(verification_prices, "_DRAFT_TIMES", [(rows, 1e-3 * rows) for rows in (2, 4, 8)])
     priced._set_curves = lambda *tables: setattr(manager, "cost_tables", tables)
     for places in ({"a": 2}, {"a": 2, "b": 0}):
         budget(priced, places)
         assert manager.cost_tables[1][4] == pytest.approx(1e3 * seconds[len(places)])
     seconds[2] = 0.4
-    for _ in range(trimming._REPRICE):
+    for _ in range(verification_prices._REPRICE):
         budget(priced, places)
     assert manager.cost_tables[1][4] == pytest.approx(400.0)
     drafting = []
     for drafts in (1, K):
         budget(priced, places, drafts)
         drafting.append(manager.cost_tables[0][2])
-    assert drafting == [0.5, 1.0]
-    manager.set_cost_curves(np.full(MOST + 1, 3.0), np.full(64, 5.0))
+    assert drafting == [4.0, 8.0]
+    monkeypatch.setattr(verification_prices, "_DRAFT_TIMES", [])
+    manager.set_cost_curves(*curves(3.0, 0.0))
     seconds[2] = 0.3
     budget(priced, places)
     assert manager.cost_tables[0][2] == pytest.approx(3.0)
@@ -219,7 +262,8 @@ def test_what_was_known_before_a_pause_is_forgotten():
 
 def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
     """vLLM's own two copies, with a device that answers at once. Breaks if averages that were put into one of them come back as
-    what a step's drafts were worth, whichever requests leave, come, or are passed over, and whatever the widths."""
+    what a step's drafts were worth, whichever requests leave, come, or are passed over, and whatever the widths; or if, while
+    nothing is drafted, copies are made all the same, or are left out too soon: the next drafts would be judged by old ones."""
     import contextlib
 
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
@@ -238,12 +282,22 @@ def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
     manager._confidence_probs.fill_(1.0)
     for copy in manager._stale_confidences:
         copy.gpu = torch.empty_like(copy.cpu)  # memory of its own
-    trimming = Trimming(manager, {1: 2, K: 4})
+    width, copies = 0, 0
+    record = manager.record_confidences
+
+    def recorded(*args):
+        nonlocal copies
+        copies += 1
+        record(*args)
+
+    manager.record_confidences = recorded
+    trimming = Trimming(manager, {1: 2, K: 4}, lambda: width > 0)
     manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.02 * np.arange(64)
     random, alive, drafted, told = np.random.default_rng(0), {}, {}, 0
-    truth = {}
-    for number in range(400):
-        alive = {name: place for name, place in alive.items() if random.random() > 0.05}
+    truth, idle, last = {}, 0, []
+    for number in range(800):
+        resting = number % 50 > 30
+        alive = {name: place for name, place in alive.items() if random.random() > (0.01 if resting else 0.05)}
         fresh = {f"r{number}": next(place for place in range(MOST) if place not in alive.values())} if len(alive) < 3 else {}
         alive |= fresh
         states.req_id_to_index = dict(alive)
@@ -252,7 +306,7 @@ def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
         names = list(alive)[: None if random.random() > 0.1 else -1] or list(alive)
         waiting = {name: [0] * drafted[name] for name in names if drafted.get(name)}
         trimming.get_num_tokens({name: 1 + len(waiting.get(name, ())) for name in names}, waiting)
-        width = int(random.choice([0, 1, K], p=[0.2, 0.2, 0.6]))
+        width = 0 if resting else int(random.choice([0, 1, K], p=[0.2, 0.2, 0.6]))
         probabilities = torch.zeros(len(names), K)
         probabilities[:, :width] = torch.from_numpy(random.uniform(0.2, 0.99, (len(names), width)))
         places = np.array([alive[name] for name in names])
@@ -266,7 +320,13 @@ def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
                 told += 1
         truth = dict(zip(names, probabilities.numpy(), strict=True))
         drafted = dict.fromkeys(names, width)
+        idle = idle + 1 if not width and names == last else 0
+        last = names
+        if idle > 2:  # both copies have come since the last draft of these requests, or since one of them was new
+            assert not manager._stale_confidences[0].np[places].any()
+            assert not manager._stale_confidences[1].np[places].any()
     assert told > 500
+    assert 500 < copies < 700
 
 
 def test_of_many_requests_the_latest_step_counts(priced):
