@@ -24,7 +24,8 @@ RowsOf = Callable[[int], int]
 """Query rows per request that the draft runs for a width; more than width + 1 where graphs exist for some widths only."""
 
 MARGIN = 0.02
-"""A new width must promise this much more: below it noise would decide."""
+"""A new width must promise this much more: below it noise would decide. None at all need only promise more: nothing is guessed
+about it, and all requests get on alike."""
 LARGE_GAIN, DWELL = 0.10, 8
 """What it must promise in the step after a change, and the steps over which that falls to ``MARGIN``: a jump of the load is
 followed at once, and text that is not guessed shows after some 3 steps, though counts are slow to say by how much."""
@@ -223,7 +224,8 @@ class Planner:
         if self._held is None:
             self._held = best
         gain = rates[best] / rates[self._held] - 1.0
-        needed = MARGIN + (LARGE_GAIN - MARGIN) * max(0.0, 1.0 - self._since_change / DWELL)
+        margin = MARGIN if self.widths[best] else 0.0
+        needed = margin + (LARGE_GAIN - margin) * max(0.0, 1.0 - self._since_change / DWELL)
         if best != self._held and gain > needed:
             self._held, self._since_change = best, 0
             self._wait, self._backoff = PROBE_EVERY[0], 1
