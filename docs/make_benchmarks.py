@@ -131,7 +131,20 @@ def planner_cpu() -> str:
         "whole run ends with its slowest answer. Arm *ours* has the planner on, which is the default of CPUs. "
         f"Medians of {repetitions(rows)}; {spread(rows)}.\n\n"
     )
-    return text + table(head, lines) + "\n" + source("planner_cpu", provenance)
+    return text + table(head, lines) + "\n" + source("planner_cpu", provenance) + _planner_told_nothing()
+
+
+def _planner_told_nothing() -> str:
+    """The largest load once more, beside a planner that may not draft."""
+    provenance, rows = result("planner_cpu_16")
+    if not rows:
+        return ""
+    lines = []
+    for load, cell in loads(rows).items():
+        lines.append([name_of(load), *(ratio(cell, speed_field(cell), arm, "none") for arm in ("ours", "ours K=0"))])
+    text = f"\nOnce more, beside a planner that may not draft; medians of {repetitions(rows)}, {spread(rows)}.\n\n"
+    head = ["load", "planner / none", "planner that may not draft / none"]
+    return text + table(head, lines) + "\n" + source("planner_cpu_16", provenance)
 
 
 def cheaper_draft() -> str:

@@ -93,8 +93,8 @@ class PluginOptions:
         '"auto", "equal"',
         "How many drafts of each request the planner has verified. auto: those that promise most, whatever requests of the batch "
         "they are of, by vLLM's adaptive verification (dense targets on one Hopper GPU with FlashAttention). equal: as many of "
-        "each: the rule on other GPUs, and measured to be 4 to 5 % faster at 1 and 8 requests, less than two runs of one load "
-        "differ by. CPUs always choose by request.",
+        "each: the rule on other GPUs, and measured to be 2 % faster at 1 and 8 requests, less than two runs of one load differ "
+        "by. CPUs always choose by request.",
         choices=("auto", "equal"),
     )
     watchdog: bool = _option(

@@ -98,13 +98,15 @@ def test_a_run_without_a_steady_state_says_nothing_about_it():
 
 
 def test_a_cell_is_the_median_and_acceptance_is_over_all_repetitions():
-    """Breaks if an outlier moves the figure, or acceptance is averaged over runs of unequal length."""
+    """Breaks if an outlier moves the figure, acceptance is averaged over runs of unequal length, or repetitions, which are of
+    other prompts, cannot be set against those of another arm one by one."""
     runs = [event(s, [[1] + [2] * 20], drafts=d, accepted=a) for s, d, a in ((0.1, 10, 10), (0.11, 30, 90), (0.9, 10, 20))]
     row = cell_row(runs, None)
     assert row["step_ms"] == pytest.approx(110)
     assert row["acceptance_length"] == pytest.approx(1 + 120 / 50)
     assert row["repeats"] == 3
     assert row["step_ms_spread"] == pytest.approx(800 / 110)
+    assert row["tok_s_each"] == [run_figures(run)["tok_s"] for run in runs]
 
 
 def test_answers_that_differ_are_counted():

@@ -113,6 +113,8 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
         if key in _COUNTS:
             row[key] = sum(values)
             continue
+        if key == "tok_s":
+            row["tok_s_each"] = values  # of different prompts, in the same order for every arm
         row[key] = statistics.median(values)
         row[f"{key}_spread"] = (max(values) - min(values)) / row[key] if row[key] else 0.0
     drafts = sum(result["drafts"] for result in results)
