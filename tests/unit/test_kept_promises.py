@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_dflash.planner.kept_promises import BOUNDS, REST, KeptPromises
+from vllm_dflash.planner.kept_promises import BOUNDS, KeptPromises
 from vllm_dflash.planner.plan import Plan
 
 
@@ -57,7 +57,7 @@ def test_what_was_found_is_forgotten(requests):
         kept = told(KeptPromises(), 100, 0.8, requests=requests, rate=100.0 * requests)
         shares = []
         for _ in range(3):
-            for _ in range(REST):
+            for _ in range(512):
                 pause(kept)
             shares.append(kept.share(requests, 3))
         assert 0.85 < shares[0] < 0.95
@@ -72,6 +72,32 @@ def test_other_batch_sizes_leave_what_was_found():
     for _ in range(600):
         kept.rest(8)
     assert kept.share(256, 3) == before
+
+
+@pytest.mark.parametrize(("requests", "least", "most"), [(1, 0.75, 0.95), (8, 0.5, 0.75), (256, 0.4, 0.5)])
+def test_what_few_requests_were_like_says_little_of_the_next(requests, least, most):
+    """Breaks if one hard answer keeps the next from drafting for hundreds of steps, or if what hundreds of requests told of the
+    confidences is forgotten with them."""
+    kept = told(KeptPromises(), 160, 0.45, requests=requests, rate=400.0 * requests, seconds=0.005)
+    assert kept.share(requests, 3) < 0.6
+    kept.others(requests)
+    assert least < kept.share(requests, 3) < most
+    if requests == 1:
+        assert told(kept, 40, 1.0, requests=1, rate=400.0, seconds=0.005).share(1, 3) > 0.88
+
+
+def test_others_are_others_once_they_have_come():
+    """Breaks if a batch whose requests are replaced one by one forgets what it has lost, or one of new requests does not."""
+    from vllm_dflash.planner.costs import StepCosts
+    from vllm_dflash.planner.trimmed import TrimmedPlanner
+
+    planner, calls = TrimmedPlanner((0, 3), StepCosts(184.0), lambda width: width + 1), []
+    planner.kept.others = calls.append
+    for first in range(0, 64, 2):
+        planner.plan([str(number) for number in range(first, first + 8)], 0)
+    assert calls == [8]  # the first of all
+    planner.plan(["x", "y"], 0)
+    assert calls == [8, 2]
 
 
 def planning(ahead, heard):

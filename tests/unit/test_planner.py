@@ -149,11 +149,11 @@ def test_noise_does_not_change_the_width_and_load_does_at_once():
     """Breaks if two widths that are as good within the noise of timing take turns, or a jump of the load waits for its turn."""
     planner = planner_for(H200, 3)
     promised = iter([[1.0, 1.0, 1.0, 1.0], *[[1.0, 1.018, 1.0, 1.015], [1.012, 1.0, 1.019, 1.0]] * 20])
-    assert {planner._choose(np.array(rates)) for rates in promised} == {0}
+    assert {planner._choose(np.array(rates), 4) for rates in promised} == {0}
     planner._since_change = 100
-    assert planner._choose(np.array([1.0, 1.0, 1.05, 1.0])) == 2
-    assert planner._choose(np.array([1.0, 1.05, 1.0, 1.0])) == 2  # too soon after the last change
-    assert planner._choose(np.array([1.0, 1.5, 1.0, 1.0])) == 1
+    assert planner._choose(np.array([1.0, 1.0, 1.05, 1.0]), 4) == 2
+    assert planner._choose(np.array([1.0, 1.05, 1.0, 1.0]), 4) == 2  # too soon after the last change
+    assert planner._choose(np.array([1.0, 1.5, 1.0, 1.0]), 4) == 1
 
 
 def test_the_width_is_steady_under_noisy_times():

@@ -169,17 +169,20 @@ def test_what_drafting_promises_and_does_not_keep_ends_it(kept, usual):
 
 
 def test_drafting_has_to_be_worth_it_and_none_at_all_has_not():
-    """Breaks if a batch that gains nothing by drafting goes on as long as it loses less than the margin, or if it flips between
-    the two at equal rates."""
-    planner = TrimmedPlanner(WIDTHS, Costs(), lambda width: width + 1)
+    """Breaks if a batch that gains nothing by drafting goes on as long as it loses less than the margin, if it flips between the
+    two at equal rates, or if it stops for a price that no step was seen to have."""
+    costs = Costs()
+    planner = TrimmedPlanner(WIDTHS, costs, lambda width: width + 1)
     planner._held, planner._since_change = 1, 100
-    assert planner._choose(np.array([1.0, 1.0, 0.9])) == 1
-    assert planner._choose(np.array([1.0, 0.99, 1.0])) == 0
+    assert planner._choose(np.array([1.01, 1.0, 0.9]), 64) == 1
+    costs.plain_steps[(64).bit_length()] = 4
+    assert planner._choose(np.array([1.0, 1.0, 0.9]), 64) == 1
+    assert planner._choose(np.array([1.0, 0.99, 1.0]), 64) == 0
     planner._since_change = 100
-    assert planner._choose(np.array([1.0, 1.015, 0.9])) == 0
-    assert planner._choose(np.array([1.0, 1.03, 0.9])) == 1
+    assert planner._choose(np.array([1.0, 1.015, 0.9]), 64) == 0
+    assert planner._choose(np.array([1.0, 1.03, 0.9]), 64) == 1
     planner._since_change = 1
-    assert planner._choose(np.array([1.0, 0.97, 0.9])) == 1  # right after a change more is asked for, here too
+    assert planner._choose(np.array([1.0, 0.97, 0.9]), 64) == 1  # right after a change more is asked for, here too
 
 
 @pytest.mark.parametrize(("ratio", "told", "least", "most"), [(0.97, True, 9, 13), (0.7, True, 3, 6), (0.97, False, 2, 3)])

@@ -122,7 +122,10 @@ class DFlashSpeculator(DraftLifecycle):
         return self.draft_tokens[: input_batch.num_reqs]
 
     def observe_verification(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """As in ``DraftModelSpeculator``; nothing is launched where the step before drafted nothing that could be verified."""
+        """As in ``DraftModelSpeculator``; nothing is launched where the step before drafted nothing that could be verified.
+
+        Drafts of a request that sits out a step are then not graded, which costs the estimator their few samples.
+        """
         if self.drafted:
             super().observe_verification(idx_mapping, num_sampled, num_rejected)
 

@@ -51,8 +51,9 @@ class Trimming:
         self._recent = confidences.RecentBlocks()
         self._drafted_for: tuple[list[str], npt.NDArray[Any]] = [], np.empty(0, dtype=np.int64)
         self._prices: VerificationPrices | None = None
-        # The requests of the last step, and how many copies on the host say that these have no drafts.
-        self._told: tuple[Sequence[str], int] = (), 0
+        # Requests, and how many of the copies on the host say that none of them has drafts.
+        self._told_of: frozenset[str] = frozenset()
+        self._told = 0
         confidences.forget()
 
     def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
@@ -79,6 +80,7 @@ class Trimming:
         if self._says_nothing(input_batch.req_ids):
             self._recent.idle()
             return
+        certain = list(self._manager._pending_resets)  # places whose request is new, or comes again: vLLM puts 1 down for it
         self._record(confidence_probs, input_batch)
         (names, slots), count = self._drafted_for, input_batch.num_reqs
         decoding = np.flatnonzero(~input_batch.is_prefilling_np[:count])  # others may have no drafts yet
@@ -95,6 +97,8 @@ class Trimming:
             return
         at_home = manager.req_states.req_id_to_index
         drafted = (seen[:, :width] > 0).all(1) & [at_home.get(name) == slot for name, slot in zip(names, slots, strict=True)]
+        if certain:
+            drafted &= ~np.isin(slots, certain)
         if drafted.all():
             self._record_news(names, seen[:, :width])
         elif drafted.any():
@@ -102,11 +106,12 @@ class Trimming:
 
     def _says_nothing(self, names: Sequence[str]) -> bool:
         """Whether both copies on the host say that these requests have no drafts, and there are none to tell of."""
-        before, told = self._told
-        if self._has_drafted() or names != before:
-            told = 0
-        self._told = names, told + (not self._has_drafted())
-        return told >= _COPIES
+        drafted = self._has_drafted()
+        if drafted or self._manager._pending_resets or not self._told_of.issuperset(names):
+            self._told_of, self._told = frozenset(() if drafted else names), 0  # who sits a step out is not in its copy
+        before = self._told
+        self._told += not drafted
+        return before >= _COPIES
 
     def _record_news(self, names: list[str], seen: Any) -> None:
         """Hand over what is known of a step: fp32 [len(names), its width]."""

@@ -6,8 +6,8 @@ vLLM times both when it starts, at full width and as if every row read a context
 are, and too many are cut. Here
 
 * draft passes are those of the width in use, as their graphs were timed;
-* verifications are bare passes as they were timed for the planner at start-up, and what steps of as many requests take beyond
-  them while serving (head, sampling, contexts, the host's part).
+* verifications are passes with their head as they were timed for the planner at start-up, of as many rows as the graph that holds
+  them, and what steps of as many requests take beyond them while serving (sampling, contexts, the host's part).
 
 Where either is not known, vLLM's own stands.
 """
@@ -21,13 +21,15 @@ from vllm.distributed import get_tp_group
 from vllm_dflash.planner import confidences
 from vllm_dflash.planner.costs import KNEE_GPU
 from vllm_dflash.planner.planner import OTHER_BATCH
+from vllm_dflash.planner.row_curve import RowCurve
 from vllm_dflash.planner.trimmed import corrected
 
 Array = npt.NDArray[np.float64]
 
 STRAYS = 0.05
 """Of a bare pass, by which the times of two sizes differ for nothing; what the roofline explains counts whole."""
-_DRAFT_TIMES: list[tuple[int, float]] = []
+_DRAFTS: list[RowCurve] = []
+"""Seconds of draft passes by query rows, of this process's last engine; one or none."""
 _REPRICE = 16
 """Steps between two looks at what was observed: 0.1 ms each time."""
 
@@ -36,25 +38,32 @@ def note_draft_times(times: list[tuple[int, float]]) -> None:
     """(query rows, seconds) of captured draft passes; ranks take those of the first, as they must agree on every budget."""
     group = get_tp_group()
     agreed = times if group.world_size == 1 else group.broadcast_object(times, src=0)
-    _DRAFT_TIMES[:] = sorted(agreed)
+    curve = RowCurve(KNEE_GPU)
+    curve.measure(agreed)
+    _DRAFTS[:] = [curve] if curve.measured else []
 
 
 def draft_prices(rows: int, otherwise: Array) -> Array:
     """Milliseconds of a draft pass of ``rows`` query rows per request, for 0 to ``len(otherwise) - 1`` requests.
 
-    ``otherwise`` where none was timed.
+    Beyond what was timed as arithmetic grows; ``otherwise`` where nothing was.
     """
-    if not _DRAFT_TIMES:
-        return otherwise
-    at, seconds = np.array(_DRAFT_TIMES).T
-    prices: Array = 1e3 * np.interp(rows * np.arange(len(otherwise)), at, np.maximum.accumulate(seconds))
-    return prices
+    return 1e3 * _DRAFTS[0].alone(rows * np.arange(len(otherwise))) if _DRAFTS else otherwise
 
 
-def surely_saved(bare: float, uncut: float, rows: int, uncut_rows: int) -> float:
-    """What a pass of ``rows`` that was timed at ``bare`` saves of one of ``uncut_rows`` at ``uncut``, in their unit."""
-    explained = uncut * (1.0 - math.hypot(1.0, rows / KNEE_GPU) / math.hypot(1.0, uncut_rows / KNEE_GPU))
-    return max(min(uncut - bare, explained), uncut - bare - STRAYS * uncut)
+def surely_saved(cut: float, uncut: float, cut_rows: int, uncut_rows: int) -> float:
+    """What a pass of ``cut_rows`` that was timed at ``cut`` saves of one of ``uncut_rows`` at ``uncut``, in their unit.
+
+    The roofline is that of 16-bit weights on Hopper, where lengths by request are the default; on other GPUs it bounds what is
+    saved for sure by less than what two sizes stray by, and a saving beyond that counts whatever it says.
+    """
+    explained = uncut * (1.0 - math.hypot(1.0, cut_rows / KNEE_GPU) / math.hypot(1.0, uncut_rows / KNEE_GPU))
+    return max(min(uncut - cut, explained), uncut - cut - STRAYS * uncut)
+
+
+def padded(table: Array) -> npt.NDArray[np.int64]:
+    """[rows]: the most rows that cost the same by vLLM's ``table`` [rows], a staircase of graph sizes and a line beyond them."""
+    return np.searchsorted(table, table, side="right") - 1
 
 
 class VerificationPrices:
@@ -86,7 +95,7 @@ class VerificationPrices:
 
     def _look(self, requests: int) -> None:
         """Take what the planner has observed since, and once what it has timed."""
-        if not self._is_ours and (timed := confidences.bare_costs(len(self.bare))) is not None:
+        if not self._is_ours and (timed := confidences.bare_costs(padded(self.bare))) is not None:
             self.bare, self._is_ours = 1e3 * timed, True
         self._verify, self._by_width = corrected(self.bare, confidences.observed_costs(requests)), {}
         self._steps, self._requests = 0, requests

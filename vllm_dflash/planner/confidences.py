@@ -66,10 +66,10 @@ def offer_costs(costs: StepCosts) -> None:
     _COSTS[:] = [costs]
 
 
-def bare_costs(num_rows: int) -> Array | None:
-    """Seconds of passes of 0 to ``num_rows - 1`` rows on their own, [num_rows]; None where none was timed."""
+def bare_costs(rows: npt.NDArray[np.int64]) -> Array | None:
+    """Seconds of passes of ``rows`` [n] on their own, [n]; None where none was timed."""
     verify = _COSTS[0].verify if _COSTS else None
-    return verify.alone(np.arange(num_rows)) if verify is not None and verify.measured else None
+    return verify.alone(rows) if verify is not None and verify.measured else None
 
 
 def observed_costs(requests: int) -> list[tuple[float, float]]:

@@ -49,6 +49,12 @@ class KeptPromises:
         """A step without drafts."""
         self._rest(requests)
 
+    def others(self, requests: int) -> None:
+        """Requests have come of which none was there before: of few, what was found is much of their own text."""
+        for account in self._of[requests.bit_length()].values():
+            part = min(1.0, PRIOR * requests / 2 / max(account.promised, 1e-9))
+            account.promised, account.came = part * account.promised, part * account.came
+
     def share(self, requests: int, width: int) -> float:
         """Of what a width promises, what to expect; 1 before anything is known, and for no drafts."""
         accounts = self._of.get(requests.bit_length())

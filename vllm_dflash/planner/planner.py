@@ -24,8 +24,8 @@ RowsOf = Callable[[int], int]
 """Query rows per request that the draft runs for a width; more than width + 1 where graphs exist for some widths only."""
 
 MARGIN = 0.02
-"""A new width must promise this much more: below it noise would decide. None at all need only promise more: nothing is guessed
-about it, and all requests get on alike."""
+"""A new width must promise this much more: below it noise would decide. None at all need only promise more once such
+steps were timed: nothing is guessed about them then, and all requests get on alike."""
 LARGE_GAIN, DWELL = 0.10, 8
 """What it must promise in the step after a change, and the steps over which that falls to ``MARGIN``: a jump of the load is
 followed at once, and text that is not guessed shows after some 3 steps, though counts are slow to say by how much."""
@@ -113,9 +113,11 @@ class Planner:
             return Plan(0, np.zeros(len(request_ids), dtype=np.int64), 0.0, probe=True)
         plan = self._current
         self._age += 1
-        # Nothing more is known of requests that are not drafted for: their plan stays until the next probe, or others come.
-        serves = REPLAN[1] if plan is not None and not plan.width else self._serves
-        due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2)) or decoding > self._decoding
+        # Nothing more is known of requests that are not drafted for: their plan stays until the next probe, or others come. One
+        # of a batch in its prompt is soon made again: once it decodes it may be tried.
+        plain = plan is not None and not plan.width and (self._decoding or self.per_request)
+        serves = REPLAN[1] if plain else self._serves
+        due = self._served >= min(serves, max(self._age // 2, REPLAN[0] // 2))
         other = self._is_other(request_ids)
         if other:
             self._followed = 0
@@ -155,7 +157,7 @@ class Planner:
         survivals = self.acceptance.survivals(request_ids, self.widths)
         plans = self._fitted(survivals, context) if self.per_request else []
         rates = np.array([plan.rate for plan in plans]) if plans else self._rates(survivals, context)
-        held = self._choose(rates)
+        held = self._choose(rates, len(request_ids))
         if self.per_request and rates[held] <= rates[0]:
             held = self._held = 0  # the width that was held drafts for nobody
         if self.per_request or decoding:  # equal widths reach requests in mid-prompt too, whose drafts are not made
@@ -218,13 +220,13 @@ class Planner:
             for survival, width, rows in zip(survivals, self.widths, self._query_rows.tolist(), strict=True)
         ]
 
-    def _choose(self, rates: Floats) -> int:
+    def _choose(self, rates: Floats, requests: int) -> int:
         """Index of the width to stay with or to change to."""
         best = int(np.argmax(rates))
         if self._held is None:
             self._held = best
         gain = rates[best] / rates[self._held] - 1.0
-        margin = MARGIN if self.widths[best] else 0.0
+        margin = 0.0 if self.widths[best] == 0 and self.costs.plain_steps[requests.bit_length()] else MARGIN
         needed = margin + (LARGE_GAIN - margin) * max(0.0, 1.0 - self._since_change / DWELL)
         if best != self._held and gain > needed:
             self._held, self._since_change = best, 0

@@ -74,6 +74,7 @@ class TrimmedPlanner(Planner):
         self.acceptance = ConfidenceStats(self.widths[-1], self._rows)
         self.kept = KeptPromises()
         self._shares = np.ones(len(self.widths))  # of what widths promise, that the rates in use reckon with
+        self._kept_of: frozenset[str] = frozenset()
         self._steps: dict[tuple[int, int], int] = {}  # by power of two of the requests and width
 
     def plan(self, request_ids: Sequence[str], context: int, *, decoding: bool = True) -> Plan:
@@ -109,6 +110,12 @@ class TrimmedPlanner(Planner):
             self.kept.note(requests, plan.width, plan.rate / believed, seconds, tokens)
         else:
             self.kept.rest(requests)
+
+    def _replan(self, request_ids: list[str], context: int, *, decoding: bool) -> Plan:
+        if self._kept_of.isdisjoint(request_ids):
+            self.kept.others(len(request_ids))
+        self._kept_of = frozenset(request_ids)
+        return super()._replan(request_ids, context, decoding=decoding)
 
     def _rates(self, survivals: Sequence[Floats], context: int) -> Floats:
         self._shares = np.array([self.kept.share(len(survivals[0]), width) for width in self.widths])

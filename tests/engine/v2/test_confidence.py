@@ -16,65 +16,11 @@ import torch
 from scipy.stats import chisquare
 
 sys.path.append(str(Path(__file__).parents[1] / "v1"))  # reference_check
+from confidence_odds import odds_of
 from reference_check import Reference
 
 K, VOCAB = 3, 160
 MOST = 48  # rows of a step: beyond, the costs below are prohibitive
-
-
-# -- the estimator's companion ---------------------------------------------------------------------------------------------
-
-
-def estimators(num_states=6):
-    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
-
-    made = tuple(OnlineAcceptanceEstimator(num_states, K, torch.device("cpu")) for _ in range(2))
-    for estimator in made:
-        estimator.intercepts.copy_(torch.tensor([-0.2, 0.1, -0.4]))
-        estimator.features.fill_(9.0)
-        estimator.predictions.fill_(9.0)
-    return made
-
-
-def odds_of(logits, temperatures):
-    from dflash_kernels import reference
-    from dflash_kernels.draft_head import Temperatures
-
-    eye = torch.eye(logits.shape[1])
-    return reference.draft_head(logits, eye, temperatures=Temperatures(*temperatures)).against
-
-
-@pytest.mark.parametrize("width", [1, 2, K])
-def test_odds_and_logits_give_the_same_confidences(width):
-    """Features, predictions and confidences of vLLM's own path, for every width, from the second chunk of a batch on.
-
-    Breaks if a narrow pass is read as one of K drafts, padding rows write over a live request, or a position that was not drafted
-    keeps the confidence of another step.
-    """
-    from vllm_dflash.engine.confidence import DraftConfidence
-
-    states = torch.tensor([4, -1, 0]).repeat_interleave(width)
-    logits = torch.randn(3 * width, 50, generator=torch.Generator().manual_seed(width)) * 4
-    logits[-1, 7] = 90.0  # certain: clamped
-    temperature = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5, 1.0])
-    steps = {w: torch.arange(w, dtype=torch.int32).repeat(4) for w in (1, 2, K)}
-    ours, vllms = estimators()
-    confidence = torch.full((4, K), 0.7)
-    companion = DraftConfidence(ours, confidence, steps, 4 * K)
-    confidence.fill_(0.7)
-    companion.of_odds(odds_of(logits, (states, temperature)), states, 1, width)
-    expected = torch.full((3, K), 0.7)
-    vllms.num_speculative_steps = width
-    vllms.predict(logits, states, steps[width][: 3 * width], expected, temperature)
-    torch.testing.assert_close(ours.features, vllms.features, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.predictions, vllms.predictions, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(confidence[[1, 3], :width], expected[[0, 2], :width], rtol=1e-4, atol=1e-5)
-    assert (confidence[1:, width:] == 0).all()
-    assert (confidence[0] == 0.7).all()
-    assert (ours.features[[1, 2, 3, 5]] == 9.0).all()
-    again = torch.full((4, K), 0.7)
-    DraftConfidence(vllms, again, steps, 4 * K).of_logits(logits, states, steps[width], temperature, 1, width)
-    torch.testing.assert_close(again[[1, 3]], confidence[[1, 3]], rtol=1e-4, atol=1e-5)
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------------
@@ -243,26 +189,38 @@ def test_the_planner_outlives_its_batches(adaptive, prompts, baseline):
 def test_steps_without_drafts_leave_calibration_and_copies_alone(adaptive, prompts, baseline):
     """Breaks if a step without drafts launches kernels that count none and waits for copies that say nothing, as vLLM's does in
     every step, or if a step that verifies drafts goes uncounted."""
-    from vllm_dflash.planner import confidences as mailbox
+    manager, estimator = adaptive.runner.adaptive_verification, adaptive.speculator.acceptance_estimator
+    trimmer, counted, copied, verified = manager.get_num_tokens.__self__, [], [], []
+    step, record, rows = estimator.step, trimmer._record, manager.get_num_tokens
 
-    estimator, trimmer = adaptive.speculator.acceptance_estimator, adaptive.runner.adaptive_verification.get_num_tokens.__self__
-    counted, copied = [], []
-    step, record = estimator.step, trimmer._record
+    def rows_of(tokens, drafts):
+        total = rows(tokens, drafts)
+        verified.append(total - sum(tokens.values()) + sum(map(len, drafts.values())))
+        return total
+
     estimator.step = lambda *args: counted.append(int((args[1] + args[2] - 1).sum())) or step(*args)
     trimmer._record = lambda *args: copied.append(1) or record(*args)
-    for width, most in ((K, 12), (0, 12)):
-        counted.clear()
-        copied.clear()
-        adaptive.checked.clear()
-        mailbox.take_confidences()
+    manager.get_num_tokens = rows_of
+    for width in (K, 0):
+        for seen in (counted, copied, verified):
+            seen.clear()
         force(adaptive.planning.planner, itertools.repeat(width))
-        assert adaptive.generate(prompts[:2], most) == baseline(prompts[:2], most)
+        assert adaptive.generate(prompts[:2], 12) == baseline(prompts[:2], 12)
         if width:
-            assert sum(counted) == sum(kept for _, kept in adaptive.checked) > 0
+            assert sum(counted) == sum(verified) > 0
             assert len(copied) >= len(counted)
     assert len(counted) <= 1  # of what the answers before have left in flight
     assert 2 <= len(copied) <= 4
-    estimator.step, trimmer._record = step, record
+    estimator.step, trimmer._record, manager.get_num_tokens = step, record, rows
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_dummy_step_leaves_what_is_known_of_drafts(adaptive, drafted):
+    """Breaks if vLLM's dummy steps, as of data-parallel ranks without requests, let the drafts before them go ungraded, or have
+    the next step without drafts graded."""
+    adaptive.speculator.drafted = drafted
+    adaptive.runner._dummy_run(2)
+    assert adaptive.speculator.drafted == drafted
 
 
 def test_chosen_widths_and_prices(adaptive, prompts, baseline):

@@ -6,41 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
-K, MOST = 3, 8
+from trimming_steps import EASY, HARD, MOST, K, budget, priced_of, step, trimmer_of
 
 
 @pytest.fixture
 def trimmer(monkeypatch):
-    """``Trimming`` before a real manager whose copies arrive at once: a CPU has neither streams nor events to wait for."""
-    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
-
-    from vllm_dflash.engine.trimming import Trimming
-
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(vllms.torch.cuda, name, lambda *_, **__: None)
-    states = SimpleNamespace(num_speculative_steps=K, device=torch.device("cpu"), max_num_reqs=MOST, req_id_to_index={})
-    manager = vllms.AdaptiveVerificationManager(states, torch.zeros(MOST + 1, dtype=torch.int32), 1, max_total_logits=1 << 20)
-    manager.record_confidences = lambda _probs, _batch: None
-    return Trimming(manager, {1: 2, K: 4})
+    return trimmer_of(monkeypatch)
 
 
-def step(trimmer, places, confidences=None, prefills=()):
-    """Tell a step of requests by name and place; ``confidences`` of the step before, by place. Returns what the planner gets."""
-    from vllm_dflash.planner import confidences as mailbox
-
-    manager = trimmer._manager
-    manager.req_states.req_id_to_index = dict(places)
-    for place, values in (confidences or {}).items():
-        manager._stale_confidences[manager._stale_idx].np[place] = values
-    batch = SimpleNamespace(
-        num_reqs=len(places),
-        req_ids=list(places),
-        idx_mapping_np=np.array(list(places.values())),
-        is_prefilling_np=np.array([name in prefills for name in places]),
-    )
-    trimmer.record_confidences(None, batch)
-    return [(list(names), news.round(3).tolist()) for names, news in mailbox.take_confidences()]
+@pytest.fixture
+def priced(trimmer):
+    return priced_of(trimmer)
 
 
 def test_news_is_of_the_requests_that_drafted(trimmer):
@@ -81,27 +57,6 @@ def test_the_list_of_names_stays_while_the_batch_does(trimmer):
     assert lists[0] is lists[1]
 
 
-def budget(trimmer, places, drafts=K):
-    """Drafts of the next step that are verified."""
-    manager = trimmer._manager
-    manager.req_states.req_id_to_index = dict(places)
-    rows = trimmer.get_num_tokens(dict.fromkeys(places, 1 + drafts), {name: [0] * drafts for name in places})
-    return rows - len(places)
-
-
-@pytest.fixture
-def priced(trimmer):
-    """The same with prices: 1 ms a draft pass, 5 ms a verification and 0.5 ms for each of its rows."""
-    manager, states = trimmer._manager, trimmer._manager.req_states
-    states.num_computed_tokens_np = np.full(MOST, 9)
-    states.prefill_len = SimpleNamespace(np=np.full(MOST, 8))
-    manager.cost_tables = curves(1.0, 0.5)
-    return trimmer
-
-
-EASY, HARD = [0.9, 0.9, 0.9], [0.001, 0.001, 0.001]
-
-
 def test_a_hard_block_does_not_cut_the_easy_one_behind_it(priced):
     """Breaks if the budget of one request follows the block before, which says next to nothing of the next."""
     step(priced, {"a": 2})
@@ -134,99 +89,6 @@ def test_a_new_request_is_not_cut_by_the_one_before_it(priced):
     assert budget(priced, {"new": 5}) == K
     step(priced, {"new": 5}, {5: EASY})
     assert budget(priced, {"new": 5}) == K
-
-
-def curves(draft, row, most=64):
-    """Tables of vLLM's: ``draft`` milliseconds a draft pass, 5 a verification and ``row`` for each of its rows."""
-    return np.full(MOST + 1, draft), 5.0 + row * np.arange(most)
-
-
-def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
-    """Breaks if drafts are given up for a saving that is smaller than what prices are wrong by, or that only a bad time of larger
-    steps promises: while weights are read rows cost next to nothing."""
-    manager, places = priced._manager, {"a": 2, "b": 0}
-    manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [EASY, HARD]
-    manager.cost_tables = curves(1.0, 0.3)
-    assert budget(priced, places) == K  # 3 of 6 rows are 12 % of the step
-    manager.cost_tables, priced._prices = curves(1.0, 0.05), None
-    manager._max_total_logits = 2 + 2 * K
-    assert budget(priced, places) == 2 * K
-    assert manager._batch_budget[2] == 2 * K
-    manager._max_total_logits = 2 + K + 1
-    assert budget(priced, places) == K + 1  # more have no room
-    manager._max_total_logits, steep = 2 + 2 * K, curves(1.0, 0.5)
-    priced._prices._by_width = {K: steep}
-    assert budget(priced, places) == 2 * K
-    priced._prices._by_width, priced._prices.bare = {K: steep}, curves(1.0, 0.4)[1]
-    assert budget(priced, places) == K
-    priced._prices._by_width[K] = steep[0] + 20.0, steep[1]  # of so dear a step the same saving is next to nothing
-    assert budget(priced, places) == 2 * K
-
-
-def test_what_the_roofline_explains_is_saved_whatever_strays():
-    """Breaks if two sizes that differ by what any two do are a saving, or a large batch must save more than it pays for."""
-    from vllm_dflash.engine.verification_prices import surely_saved
-
-    assert surely_saved(5.0, 5.2, 44, 64) == pytest.approx(5.2 * 0.0289, rel=0.01)  # 1.0282 / 1.0588 by a knee of 184
-    assert surely_saved(5.0, 5.2, 8, 16) < 0.02
-    assert surely_saved(7.0, 8.4, 184, 256) == pytest.approx(1.4)
-    assert surely_saved(5.0, 10.0, 8, 16) == pytest.approx(4.5)  # of other weights than the knee is of
-    assert surely_saved(5.2, 5.2, 44, 64) == 0.0
-
-
-def test_rows_are_priced_as_the_planner_timed_them(priced, monkeypatch):
-    """Breaks if drafts are as dear as requests with contexts of their own, which vLLM times: they would be cut for nothing."""
-    from vllm_dflash.planner import confidences as mailbox
-    from vllm_dflash.planner.costs import StepCosts
-
-    manager, places = priced._manager, {"a": 2, "b": 0}
-    manager._stale_confidences[manager._stale_idx].np[[2, 0]] = [EASY, HARD]
-    manager.cost_tables = dear = curves(1.0, 0.5)
-    assert budget(priced, places) == K
-    costs = StepCosts(184.0)
-    monkeypatch.setattr(mailbox, "_COSTS", [costs])
-    priced._prices = None
-    manager.cost_tables = dear
-    assert budget(priced, places) == K  # nothing was timed
-    costs.verify.measure([(1, 5e-3), (64, 5.4e-3)])
-    priced._prices._steps = 0
-    assert budget(priced, places) == 2 * K
-    assert priced._prices.bare[[1, 64 - 1]] == pytest.approx([5.0, 5.4], rel=0.01)
-    costs.verify.measure([(1, 6e-3), (64, 9e-3)])
-    priced._prices._steps = 0
-    assert budget(priced, places) == 2 * K
-    assert priced._prices.bare[1] == pytest.approx(5.0)  # timed once
-
-
-def test_prices_follow_what_steps_take(priced, monkeypatch):
-    """Breaks if a steady batch is cut by the prices of its first step, another batch or other curves wait for new ones, or a
-    narrow pass is paid for as a wide one."""
-    from vllm_dflash.engine import verification_prices
-    from vllm_dflash.planner import confidences as mailbox
-
-    manager, seconds = priced._manager, {1: 0.1, 2: 0.2}
-    monkeypatch.setattr(mailbox, "_COSTS", [])
-    monkeypatch.setattr(mailbox, "observed_costs", lambda requests: [(4, seconds[requests])])
-    monkeypatch.setattr(verification_prices, "_DRAFT_TIMES", [(rows, 1e-3 * rows) for rows in (2, 4, 8)])
-    priced._set_curves = lambda *tables: setattr(manager, "cost_tables", tables)
-    for places in ({"a": 2}, {"a": 2, "b": 0}):
-        budget(priced, places)
-        assert manager.cost_tables[1][4] == pytest.approx(1e3 * seconds[len(places)])
-    seconds[2] = 0.4
-    for _ in range(verification_prices._REPRICE):
-        budget(priced, places)
-    assert manager.cost_tables[1][4] == pytest.approx(400.0)
-    drafting = []
-    for drafts in (1, K):
-        budget(priced, places, drafts)
-        drafting.append(manager.cost_tables[0][2])
-    assert drafting == [4.0, 8.0]
-    monkeypatch.setattr(verification_prices, "_DRAFT_TIMES", [])
-    manager.set_cost_curves(*curves(3.0, 0.0))
-    seconds[2] = 0.3
-    budget(priced, places)
-    assert manager.cost_tables[0][2] == pytest.approx(3.0)
-    assert manager.cost_tables[1][4] == pytest.approx(300.0)
 
 
 def test_a_wide_block_behind_a_narrow_one_is_verified(priced):
@@ -358,3 +220,48 @@ def test_what_is_expected_of_few_requests_is_what_comes(priced):
     fewer = recent.expected(3, K)
     assert np.cumprod(fewer, axis=1).mean() == pytest.approx(ranked.mean(), rel=0.02)
     assert ((fewer > 0) & (fewer <= 1)).all()
+
+
+def test_copies_stay_off_while_requests_leave_and_come_back_on_for_new_ones(trimmer):
+    """Breaks if, while nothing is drafted, a server whose answers end waits for a copy in nearly every step, or if a request that
+    is new, or comes again, keeps the certainty that vLLM puts down for it."""
+    manager, copies = trimmer._manager, []
+    trimmer._has_drafted = lambda: False
+    trimmer._record = lambda *_: copies.append(manager._pending_resets.clear())
+    places = {name: place for place, name in enumerate("abcdef")}
+
+    def steps(count):
+        copies.clear()
+        for _ in range(count):
+            step(trimmer, places)
+        return len(copies)
+
+    assert steps(10) == 2
+    for name in "acf":
+        del places[name]
+        assert steps(5) == 0
+    places["new"] = 0
+    assert steps(5) == 2
+    manager._pending_resets.append(places["b"])  # preempted, and scheduled again in its old place
+    assert steps(5) == 2
+
+
+def test_text_goes_on_while_nothing_is_copied(trimmer):
+    """Breaks if blocks from before a long stretch without drafts count as the latest ones."""
+    drafted = True
+    trimmer._has_drafted = lambda: drafted
+    for _ in range(8):
+        step(trimmer, {"a": 2}, {2: EASY})
+    assert trimmer._recent.expected(1, K) is not None
+    drafted = False
+    for _ in range(60):
+        step(trimmer, {"a": 2}, {2: [0.0, 0.0, 0.0]})
+    assert trimmer._recent.expected(1, K) is None
+
+
+def test_a_request_that_comes_again_in_its_old_place_says_nothing_of_its_drafts(trimmer):
+    """Breaks if the certainty that vLLM puts down for a request that was preempted counts as what its drafts were worth."""
+    manager = trimmer._manager
+    step(trimmer, {"a": 2, "b": 0})
+    manager._pending_resets.append(2)
+    assert step(trimmer, {"a": 2, "b": 0}, {2: [1.0, 1.0, 1.0], 0: EASY}) == [(["b"], [EASY])]
