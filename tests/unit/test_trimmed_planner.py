@@ -10,6 +10,7 @@ import pytest
 from vllm_dflash.planner import confidences
 from vllm_dflash.planner.confidences import ConfidenceStats, UsualConfidence
 from vllm_dflash.planner.costs import StepCosts
+from vllm_dflash.planner.planner import Planner
 from vllm_dflash.planner.trimmed import TrimmedPlanner, corrected, trimmed_rates
 
 WIDTHS = (0, 1, 3, 7)
@@ -183,6 +184,9 @@ def test_drafting_has_to_be_worth_it_and_none_at_all_has_not():
     assert planner._choose(np.array([1.0, 1.03, 0.9]), 64) == 1
     planner._since_change = 1
     assert planner._choose(np.array([1.0, 0.97, 0.9]), 64) == 1  # right after a change more is asked for, here too
+    by_request = Planner(WIDTHS, costs, lambda width: width + 1, per_request=True)
+    by_request._held, by_request._since_change = 1, 100
+    assert by_request._choose(np.array([1.0, 0.99, 0.9]), 64) == 1  # the context that was kept back is dear
 
 
 @pytest.mark.parametrize(("ratio", "told", "least", "most"), [(0.97, True, 9, 13), (0.7, True, 3, 6), (0.97, False, 2, 3)])

@@ -24,8 +24,9 @@ RowsOf = Callable[[int], int]
 """Query rows per request that the draft runs for a width; more than width + 1 where graphs exist for some widths only."""
 
 MARGIN = 0.02
-"""A new width must promise this much more: below it noise would decide. None at all need only promise more once such
-steps were timed: nothing is guessed about them then, and all requests get on alike."""
+"""A new width must promise this much more: below it noise would decide. On GPUs none at all need only promise more,
+once such steps were timed: nothing is guessed about them then, and all requests get on alike. On CPUs the way back costs: context
+that was kept back is computed."""
 LARGE_GAIN, DWELL = 0.10, 8
 """What it must promise in the step after a change, and the steps over which that falls to ``MARGIN``: a jump of the load is
 followed at once, and text that is not guessed shows after some 3 steps, though counts are slow to say by how much."""
@@ -226,7 +227,8 @@ class Planner:
         if self._held is None:
             self._held = best
         gain = rates[best] / rates[self._held] - 1.0
-        margin = 0.0 if self.widths[best] == 0 and self.costs.plain_steps[requests.bit_length()] else MARGIN
+        to_none = self.widths[best] == 0 and not self.per_request and self.costs.plain_steps[requests.bit_length()]
+        margin = 0.0 if to_none else MARGIN
         needed = margin + (LARGE_GAIN - margin) * max(0.0, 1.0 - self._since_change / DWELL)
         if best != self._held and gain > needed:
             self._held, self._since_change = best, 0
