@@ -74,7 +74,8 @@ def _time(runner: Any) -> None:
 def _trim(runner: Any) -> None:
     from vllm_dflash.engine.trimming import trim
 
-    trim(runner.adaptive_verification, runner.speculator)
+    graphs = runner.cudagraph_manager
+    trim(runner.adaptive_verification, runner.speculator, () if graphs is None else graphs.captured_token_counts())
 
 
 def _prepare_cut(runner: Any) -> None:

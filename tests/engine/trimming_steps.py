@@ -21,7 +21,7 @@ def trimmer_of(monkeypatch):
     states = SimpleNamespace(num_speculative_steps=K, device=torch.device("cpu"), max_num_reqs=MOST, req_id_to_index={})
     manager = vllms.AdaptiveVerificationManager(states, torch.zeros(MOST + 1, dtype=torch.int32), 1, max_total_logits=1 << 20)
     manager.record_confidences = lambda _probs, _batch: None
-    return Trimming(manager, {1: 2, K: 4})
+    return Trimming(manager, {1: 2, K: 4}, lambda: True)
 
 
 def step(trimmer, places, confidences=None, prefills=()):

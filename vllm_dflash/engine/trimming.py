@@ -36,10 +36,13 @@ class Trimming:
         manager: vLLM's; its methods are replaced on this one object.
         query_rows: rows per request of the draft pass of each width, ascending.
         drafted: whether the latest step drafted.
+        graph_sizes: rows of the target's graphs, ascending; none where steps are as large as they are.
     """
 
-    def __init__(self, manager: Any, query_rows: dict[int, int], drafted: Callable[[], bool] = lambda: True) -> None:
-        self._manager, self._query_rows, self._has_drafted = manager, query_rows, drafted
+    def __init__(
+        self, manager: Any, query_rows: dict[int, int], drafted: Callable[[], bool], graph_sizes: Sequence[int] = ()
+    ) -> None:
+        self._manager, self._query_rows, self._has_drafted, self._graph_sizes = manager, query_rows, drafted, graph_sizes
         self._count, self._record, self._set_curves = (
             manager.get_num_tokens,
             manager.record_confidences,
@@ -125,7 +128,7 @@ class Trimming:
         manager = self._manager
         if self._prices is None and manager.cost_tables is not None:
             draft, verify = manager.cost_tables
-            self._prices = VerificationPrices(draft, verify, self._query_rows)
+            self._prices = VerificationPrices(draft, verify, self._query_rows, self._graph_sizes)
         if self._prices is not None:
             manager.cost_tables = self._prices.of(width, requests)
 
@@ -165,8 +168,8 @@ class Trimming:
             manager._stale_confidences[manager._stale_idx].np[slots, :width] = expected
 
 
-def trim(manager: Any, speculator: Any) -> None:
+def trim(manager: Any, speculator: Any, graph_sizes: Sequence[int] = ()) -> None:
     """Put :class:`Trimming` before ``manager``, once, for a speculator of ours."""
     if not isinstance(getattr(manager.get_num_tokens, "__self__", None), Trimming):
         rows = {width: shape.num_query_per_req for width, shape in speculator.buffers.shapes.items()}
-        Trimming(manager, rows, lambda: bool(speculator.drafted))
+        Trimming(manager, rows, lambda: bool(speculator.drafted), graph_sizes)

@@ -13,6 +13,7 @@ Where either is not known, vLLM's own stands.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,9 +62,11 @@ def surely_saved(cut: float, uncut: float, cut_rows: int, uncut_rows: int) -> fl
     return max(min(uncut - cut, explained), uncut - cut - STRAYS * uncut)
 
 
-def padded(table: Array) -> npt.NDArray[np.int64]:
-    """[rows]: the most rows that cost the same by vLLM's ``table`` [rows], a staircase of graph sizes and a line beyond them."""
-    return np.searchsorted(table, table, side="right") - 1
+def padded(num_rows: int, graph_sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """[num_rows]: rows that 0 to ``num_rows - 1`` run as; ``graph_sizes`` ascending, beyond the largest nothing is padded."""
+    rows, sizes = np.arange(num_rows), np.array(graph_sizes, dtype=np.int64)
+    at = np.searchsorted(sizes, rows)
+    return np.where(at < len(sizes), np.append(sizes, 0)[at], rows)
 
 
 class VerificationPrices:
@@ -73,10 +76,11 @@ class VerificationPrices:
         draft: vLLM's table [requests + 1], at full width.
         verify: vLLM's table [rows + 1].
         query_rows: rows per request of the draft pass of each width, ascending.
+        graph_sizes: rows of the target's graphs, ascending.
     """
 
-    def __init__(self, draft: Array, verify: Array, query_rows: dict[int, int]) -> None:
-        self._draft, self._query_rows = draft, query_rows
+    def __init__(self, draft: Array, verify: Array, query_rows: dict[int, int], graph_sizes: Sequence[int] = ()) -> None:
+        self._draft, self._query_rows, self._graph_sizes = draft, query_rows, graph_sizes
         self.bare, self._is_ours = verify, False
         """[rows + 1] of passes alone."""
         self._verify = verify
@@ -95,7 +99,7 @@ class VerificationPrices:
 
     def _look(self, requests: int) -> None:
         """Take what the planner has observed since, and once what it has timed."""
-        if not self._is_ours and (timed := confidences.bare_costs(padded(self.bare))) is not None:
+        if not self._is_ours and (timed := confidences.bare_costs(padded(len(self.bare), self._graph_sizes))) is not None:
             self.bare, self._is_ours = 1e3 * timed, True
         self._verify, self._by_width = corrected(self.bare, confidences.observed_costs(requests)), {}
         self._steps, self._requests = 0, requests

@@ -122,16 +122,11 @@ def test_what_was_known_before_a_pause_is_forgotten():
     assert recent.expected(1, K) is None
 
 
-def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
-    """vLLM's own two copies, with a device that answers at once. Breaks if averages that were put into one of them come back as
-    what a step's drafts were worth, whichever requests leave, come, or are passed over, and whatever the widths; or if, while
-    nothing is drafted, copies are made all the same, or are left out too soon: the next drafts would be judged by old ones."""
+def manager_with_copies(monkeypatch):
+    """vLLM's manager with its own two copies, and a device that answers at once."""
     import contextlib
 
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
-
-    from vllm_dflash.engine.trimming import Trimming
-    from vllm_dflash.planner import confidences as mailbox
 
     still = SimpleNamespace(synchronize=lambda: None, record=lambda *_: None, wait_stream=lambda *_: None)
     for name in ("Stream", "Event", "current_stream"):
@@ -144,6 +139,19 @@ def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
     manager._confidence_probs.fill_(1.0)
     for copy in manager._stale_confidences:
         copy.gpu = torch.empty_like(copy.cpu)  # memory of its own
+    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.02 * np.arange(64)
+    return manager
+
+
+def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
+    """Breaks if averages that were put into one of them come back as
+    what a step's drafts were worth, whichever requests leave, come, or are passed over, and whatever the widths; or if, while
+    nothing is drafted, copies are made all the same, or are left out too soon: the next drafts would be judged by old ones."""
+    from vllm_dflash.engine.trimming import Trimming
+    from vllm_dflash.planner import confidences as mailbox
+
+    manager = manager_with_copies(monkeypatch)
+    states = manager.req_states
     width, copies = 0, 0
     record = manager.record_confidences
 
@@ -154,7 +162,6 @@ def test_nothing_that_is_expected_is_taken_for_a_confidence(monkeypatch):
 
     manager.record_confidences = recorded
     trimming = Trimming(manager, {1: 2, K: 4}, lambda: width > 0)
-    manager.cost_tables = np.full(MOST + 1, 1.0), 5.0 + 0.02 * np.arange(64)
     random, alive, drafted, told = np.random.default_rng(0), {}, {}, 0
     truth, idle, last = {}, 0, []
     for number in range(800):

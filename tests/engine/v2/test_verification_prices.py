@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from trimming_steps import EASY, HARD, MOST, K, budget, curves, priced_of, trimmer_of
+from trimming_steps import EASY, HARD, K, budget, curves, priced_of, trimmer_of
 
 
 @pytest.fixture
@@ -76,14 +76,13 @@ def test_rows_that_a_graph_pads_anyway_are_free(priced, monkeypatch):
     from vllm_dflash.planner import confidences as mailbox
     from vllm_dflash.planner.costs import StepCosts
 
-    rows = np.arange(64)
-    stairs = 5.0 + 4.0 * (-(-np.minimum(rows, 32) // 8)) + 0.5 * np.maximum(rows - 32, 0)  # graphs up to 32 rows, none beyond
-    assert padded(stairs)[[1, 8, 9, 17, 32, 33, 40, 63]].tolist() == [8, 8, 16, 24, 32, 33, 40, 63]
+    assert padded(64, [8, 16, 32])[[1, 8, 9, 17, 32, 33, 40, 63]].tolist() == [8, 8, 16, 32, 32, 33, 40, 63]
+    assert padded(4, ()).tolist() == [0, 1, 2, 3]
     costs = StepCosts(184.0)
     costs.verify.measure([(8, 5e-3), (16, 8e-3), (32, 12e-3)])
     monkeypatch.setattr(mailbox, "_COSTS", [costs])
     manager, places = priced._manager, {"a": 2, "b": 0, "c": 5}
-    manager.cost_tables = np.full(MOST + 1, 1.0), stairs
+    manager.cost_tables, priced._graph_sizes = curves(1.0, 0.5), [8, 16, 24, 32]
     manager._stale_confidences[manager._stale_idx].np[[2, 0, 5]] = [EASY, EASY, [0.05, 0.05, 0.05]]
     assert budget(priced, places) == 8 - len(places)  # 9 drafts and 3 anchors would be padded to 16 rows
     assert priced._prices.bare[[1, 8, 9, 16]] == pytest.approx([5.0, 5.0, 8.0, 8.0], rel=0.01)
