@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from vllm_dflash.bench.figures import over
+
 RESULTS = Path(__file__).parent / "results"
 
 Row = dict[str, Any]
@@ -69,10 +71,8 @@ def ratio(cell: dict[str, Row], field: str, arm: str, base: str) -> str:
 
 
 def value(cell: dict[str, Row], field: str, arm: str, base: str) -> float | None:
-    """The same as a number; None where either was not measured."""
-    if cell.get(arm, {}).get(field) is None or not cell.get(base, {}).get(field):
-        return None
-    return float(cell[arm][field] / cell[base][field])
+    """The same as a number, see :func:`over`; None where either was not measured."""
+    return over(cell.get(arm, {}), cell.get(base, {}), field)
 
 
 def figure(cell: dict[str, Row], arm: str, field: str, digits: int = 0) -> str:

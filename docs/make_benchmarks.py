@@ -171,7 +171,11 @@ def page() -> str:
     parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
     parts += [narrow_blocks(), deferred_context(), kernels(), soak(), sanitizer(), gpu_tests()]
     parts += [planner_cpu(), cpu()]
-    head = "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run.\n"
+    head = (
+        "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run. A ratio of speeds is "
+        "the median of the quotients of the two arms' repetitions, which have prompts of their own (where a file does not keep "
+        "repetitions one by one, the quotient of medians).\n"
+    )
     return "\n".join([head, *filter(None, parts)])
 
 

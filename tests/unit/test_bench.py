@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_dflash.bench.arms import parse_arms
-from vllm_dflash.bench.figures import cell_row, crowded, run_figures
+from vllm_dflash.bench.figures import cell_row, crowded, over, run_figures
 from vllm_dflash.bench.gate import Verdict, last_number, read_questions
 from vllm_dflash.bench.loads import Cell, parse_cells
 from vllm_dflash.bench.plots import plot_acceptance, plot_speedup, plot_widths
@@ -82,6 +82,20 @@ def test_a_load_without_a_steady_state_in_one_arm_compares_whole_runs():
     base = {"prompts": "copy", "temperature": 0.0, "concurrency": 1}
     rows = [base | {"arm": "none", "tok_s": 100.0, "tok_s_wall": 50.0}, base | {"arm": "ours", "tok_s_wall": 75.0}]
     assert [line[HEADINGS.index("vs none")] for line in lines(rows)] == ["1.00x", "1.50x"]
+
+
+def test_repetitions_compare_on_their_own_prompts():
+    """Breaks if the middle repetition of one arm is divided by that of another, whose prompts are others: answers differ
+    threefold, so twice as fast on every prompt would read as anything."""
+    base = {"prompts": "copy", "temperature": 0.0, "concurrency": 1}
+    plain = base | {"arm": "none", "tok_s": 100.0, "tok_s_wall": 50.0, "tok_s_each": [100.0, 99.0, 300.0]}
+    ours = base | {"arm": "ours", "tok_s": 298.0, "tok_s_wall": 75.0, "tok_s_each": [200.0, 298.0, 599.0]}
+    assert over(ours, plain, "tok_s") == pytest.approx(2.0)
+    assert [line[HEADINGS.index("vs none")] for line in lines([plain, ours])] == ["1.00x", "2.00x"]
+    assert over(ours, plain | {"tok_s_each": [100.0]}, "tok_s") == pytest.approx(2.98)  # not all of them have the same prompts
+    assert over(ours, plain, "tok_s_wall") == pytest.approx(1.5)
+    assert over(ours, {}, "tok_s") is None
+    assert over({}, plain, "tok_s") is None
 
 
 def test_a_whole_run_counts_the_tokens_that_every_arm_must_have():

@@ -129,6 +129,21 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
     return row
 
 
+def over(row: Row, base: Row, field: str) -> float | None:
+    """``field`` of a row over that of another arm at the same load; None where either was not measured.
+
+    Of ``tok_s`` the median over repetitions of their quotients, where both rows have them one by one. Each repetition has prompts
+    of its own, whose answers may differ threefold in speed, and all arms have the same: a quotient of medians would often be
+    one of different prompts.
+    """
+    if row.get(field) is None or not base.get(field):
+        return None
+    ours, others = (one.get("tok_s_each") or () for one in (row, base))
+    if field == "tok_s" and ours and len(ours) == len(others):
+        return float(statistics.median(mine / other for mine, other in zip(ours, others, strict=True)))
+    return float(row[field] / base[field])
+
+
 def answers_of(results: Sequence[Row]) -> list[list[int]]:
     """All answers, as far as every arm has to have them."""
     return [output["token_ids"][: result.get("at_least")] for result in results for output in result["outputs"]]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dflash.bench.figures import Row
-from vllm_dflash.bench.report import load_of, speeds
+from vllm_dflash.bench.report import load_of, speedups
 from vllm_dflash.cli.failure import UserError
 
 
@@ -18,17 +18,13 @@ def plot_speedup(rows: Iterable[Row], path: Path) -> None:
     """
     rows = list(rows)
     panels = list(dict.fromkeys((row["prompts"], row["temperature"]) for row in rows))
-    fast = {(load_of(row), row["arm"]): speed for row, speed in zip(rows, speeds(rows), strict=True)}
-    plain = {load: speed for (load, arm), speed in fast.items() if arm == "none"}
+    found = {(load_of(row), row["arm"]): speedup for row, speedup in zip(rows, speedups(rows), strict=True)}
     figure, axes = _figure(len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         here = [row for row in rows if (row["prompts"], row["temperature"]) == panel]
         for arm in dict.fromkeys(row["arm"] for row in here):
-            points = sorted(
-                (row["concurrency"], fast[load_of(row), arm] / plain[load_of(row)])
-                for row in here
-                if row["arm"] == arm and load_of(row) in plain
-            )
+            of_arm = [(row["concurrency"], found[load_of(row), arm]) for row in here if row["arm"] == arm]
+            points = sorted((requests, speedup) for requests, speedup in of_arm if speedup is not None)
             axis.plot(*zip(*points, strict=True), marker="o", label=arm)
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)

@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_dflash.bench.figures import Row
+from vllm_dflash.bench.figures import Row, over
 
 HEADINGS = (
     "", "requests", "arm", "tok/s", "vs none", "ms/token", "p99", "first ms", "step ms", "draft", "AL", "same", "ties",
     "width of drafts",
 )  # fmt: skip
-"""``draft``: share of the step; AL: acceptance length, "-" where drafts had several widths or were trimmed, so that it
-compares with no other; same: answers without a difference to none, and ties: differences, of
-those looked at, where the target had two tokens nearly alike; width of drafts: how often the planner chose it."""
+"""``vs none``: see :func:`over`; ``draft``: share of the step; AL: acceptance length, "-" where drafts had several widths or
+were trimmed, so that it compares with no other; same: answers without a difference to none, and ties: differences, of those
+looked at, where the target had two tokens nearly alike; width of drafts: how often the planner chose it."""
 _TEXTS = ("", "arm", HEADINGS[-1])
 _SHOWN = 0.01  # share of the steps from which on a width is listed
 
@@ -53,9 +53,7 @@ def width_shares(row: Row) -> str:
 def lines(rows: Iterable[Row]) -> list[list[str]]:
     """The cells of the table, a list per row, as many as there are headings."""
     rows = list(rows)
-    found = speeds(rows)
-    plain = {load_of(row): speed for row, speed in zip(rows, found, strict=True) if row["arm"] == "none"}
-    return [_cells(row, speed, plain.get(load_of(row))) for row, speed in zip(rows, found, strict=True)]
+    return [_cells(row, speed, gain) for row, speed, gain in zip(rows, speeds(rows), speedups(rows), strict=True)]
 
 
 def load_of(row: Row) -> tuple[Any, ...]:
@@ -65,11 +63,21 @@ def load_of(row: Row) -> tuple[Any, ...]:
 
 def speeds(rows: Sequence[Row]) -> list[float]:
     """Tokens per second of each row: the steady state where every arm of its load has one, else the whole run."""
+    return [float(row[field]) for row, field in zip(rows, _fields(rows), strict=True)]
+
+
+def speedups(rows: Sequence[Row]) -> list[float | None]:
+    """The same over those of the arm "none" (see :func:`over`); None where there is no such arm at the load."""
+    plain = {load_of(row): row for row in rows if row["arm"] == "none"}
+    return [over(row, plain.get(load_of(row), {}), field) for row, field in zip(rows, _fields(rows), strict=True)]
+
+
+def _fields(rows: Sequence[Row]) -> list[str]:
     whole = {load_of(row) for row in rows if "tok_s" not in row}
-    return [float(row["tok_s_wall"] if load_of(row) in whole else row["tok_s"]) for row in rows]
+    return ["tok_s_wall" if load_of(row) in whole else "tok_s" for row in rows]
 
 
-def _cells(row: Row, speed: float, plain: float | None) -> list[str]:
+def _cells(row: Row, speed: float, speedup: float | None) -> list[str]:
     draft = row.get("draft_ms")
     step = row.get("step_ms")
     return [
@@ -77,7 +85,7 @@ def _cells(row: Row, speed: float, plain: float | None) -> list[str]:
         str(row["concurrency"]),
         row["arm"],
         f"{speed:,.1f}",
-        f"{speed / plain:.2f}x" if plain else "",
+        f"{speedup:.2f}x" if speedup else "",
         _number(row.get("tpot_ms")),
         _number(row.get("tpot_p99_ms")),
         _number(row.get("ttft_ms"), 1),

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_dflash.bench.figures import Row, cell_row
+from vllm_dflash.bench.figures import Row, cell_row, over
 from vllm_dflash.bench.loads import Cell
 from vllm_dflash.bench.prompts import groups, label
 from vllm_dflash.cli.engine_run import Engine
@@ -86,5 +86,5 @@ def _row(name: str, results: Results, cell: Cell, player: Player, plain: str | N
 
 
 def _ratios(run: Results, field: str, base: str) -> dict[str, float]:
-    speed = {name: cell_row(results, None)[field] for name, results in run.items()}
-    return {name: found / speed[base] for name, found in speed.items()}
+    rows = {name: cell_row(results, None) for name, results in run.items()}
+    return {name: found for name, row in rows.items() if (found := over(row, rows[base], field)) is not None}

@@ -25,7 +25,7 @@ from vllm_dflash.planner import confidences
 WORTH_A_CUT = 0.06
 """Of a step's time, what a cut must save of the bare pass, whose times are steadier than those of steps that ran: a draft that is
 cut is lost for sure. For 8 requests the roofline promises 4 % at most, and steps that verified 40 of their 54 drafts took as long
-as those that verified all, for 7 % fewer tokens (8B, one H200: ``docs/results/never_slower_few.json``)."""
+as those that verified all, for 6 % fewer tokens (8B, one H200: ``docs/results/never_slower_few.json``)."""
 _COPIES = 2
 """Of confidences on the host: a step reads one while the other is on its way."""
 
