@@ -35,6 +35,7 @@ from gpu_tests_section import gpu_tests
 from head_rows_section import head_rows
 from narrow_blocks_section import narrow_blocks
 from never_slower_section import TEXT_RUNS, never_slower
+from step_profile_section import step_profile
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
@@ -168,7 +169,16 @@ def cheaper_draft() -> str:
 
 def page() -> str:
     """The whole page."""
-    parts = [side_by_side(), never_slower(), speculator(), demo_pair(), cheaper_drafter(), cheaper_draft(), head_rows()]
+    parts = [
+        side_by_side(),
+        never_slower(),
+        step_profile(),
+        speculator(),
+        demo_pair(),
+        cheaper_drafter(),
+        cheaper_draft(),
+        head_rows(),
+    ]
     parts += [narrow_blocks(), deferred_context(), kernels(), soak(), sanitizer(), gpu_tests()]
     parts += [planner_cpu(), cpu()]
     head = (

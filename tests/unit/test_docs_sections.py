@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 ORIGIN = {"gpu": "NVIDIA H200", "versions": {"vllm": "0.33.0"}, "commit": "y", "date": "2026-11-30", "model": "the pair"}
 ORIGIN |= {
     "k": 7,
+    "steps": 40,
     "dtype": "bfloat16",
     "command": """bench --arm 'trimmed=ours:{"speculative":{"enable_adaptive_verification":true}}'""",
 }
@@ -142,3 +143,19 @@ def test_failed_tests_are_named_and_groups_that_did_not_run_too(pages):
     for line in ("| kernels | 1 | 1 | 0 | - | y |", "| speculator | - | - | - | not run | - |", "* `a.py::failed`: so it is\n"):
         assert line in page
     assert "a.py::passed" not in page
+
+
+def test_a_step_shows_the_kernels_that_make_the_difference(pages):
+    """Breaks if the profile of a step lists what every arm runs before what only one does, or needs a GPU's kernels."""
+    put, make = pages
+    same = {f"gemm_{number}": [900.0 + number, 1.0] for number in range(20)}
+    kernels = {"none": same, "ours": same | {"context": [77.0, 2.0]}}
+    rows = [
+        {"arm": arm, "concurrency": 256, "width": 0, "step_ms": 9.1, "busy_ms": 8.6, "idle_ms": 0.4, "kernels": kernels[arm]}
+        for arm in kernels
+    ]
+    bare = {"arm": "none", "concurrency": 8, "width": 7, "step_ms": 4.9}
+    put("step_profile", [*rows, bare])
+    page = make.page()
+    assert page.index("| `context` | 0 | 77 |") < page.index("| `gemm_")
+    assert "| 8, 7 | none | 4.90 | - | - |" in page

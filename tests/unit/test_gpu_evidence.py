@@ -130,3 +130,14 @@ def test_a_test_that_ran_again_has_its_latest_outcome():
     ]
     assert found["provenance"]["states"] == {"g": "done"}
     assert found["provenance"]["older"]["commit"] == "old"
+
+
+def test_kernels_that_overlap_are_busy_once():
+    """Breaks if time on two streams counts twice as busy, a gap as work, or rare short kernels fill the list."""
+    profile = load("profile_steps")
+    events = [("gemm", 0.0, 100.0), ("copy", 50.0, 130.0), ("copy", 60.0, 70.0), ("gemm", 120.0, 200.0)]
+    events += [("gemm", 250.0, 300.0), ("tiny", 299.0, 300.5)]
+    found = profile.of_events(events, steps=2)
+    assert found["busy_ms"] == pytest.approx(0.12525, abs=1e-4)  # 200 and 50.5 microseconds
+    assert found["idle_ms"] == pytest.approx(0.025)
+    assert found["kernels"] == {"gemm": [115.0, 1.5], "copy": [45.0, 1.0]}
