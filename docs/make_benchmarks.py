@@ -183,8 +183,8 @@ def page() -> str:
     parts += [planner_cpu(), cpu()]
     head = (
         "# Benchmarks\n\nMade by `docs/make_benchmarks.py` from `docs/results/`; ratios are within one run. A ratio of speeds is "
-        "the median of the quotients of the two arms' repetitions, which have prompts of their own (where a file does not keep "
-        "repetitions one by one, the quotient of medians).\n"
+        "the median of the quotients of the two arms' repetitions, which have other prompts each as far as there are any (where "
+        "a file does not keep repetitions one by one, the quotient of medians).\n"
     )
     return "\n".join([head, *filter(None, parts)])
 

@@ -33,7 +33,7 @@ def never_slower() -> str:
         f"{slower_than(ratios['none'], 1.0)}. Lowest of ours over the best fixed K {lowest(_text(ratios['best']))}; at 32 to 128 "
         f"requests over the built-in {lowest(_busy(ratios['builtin']))}, over its adaptive verification "
         f"{lowest(_busy(ratios['adaptive']))}. Random tokens are sampled at T 2, and next to none is guessed.\n\n"
-        "Geometric means by number of requests over all runs, without random tokens:\n\n"
+        "Geometric means by number of requests, without random tokens and loads that were run again:\n\n"
     )
     drawn = picture("never_slower_speedup", "speed-up over the number of requests")
     drawn += picture("never_slower_widths", "chosen draft widths")
@@ -74,8 +74,10 @@ _busy = _only(lambda load: load[0] != "random" and load[2] in (32, 64, 128))
 
 
 def _means(ratios: Found) -> str:
+    """Of a load that was run again with fewer arms, its first run: all means of a number of requests are of the same loads."""
     lines = []
+    first = [dict(reversed([(load, one) for one, load in _text(entries)])) for entries in ratios.values()]
     for requests in sorted({load[2] for entries in ratios.values() for _, load in entries}):
-        means = [mean(one for one, load in _text(entries) if load[2] == requests) for entries in ratios.values()]
+        means = [mean(one for load, one in of.items() if load[2] == requests) for of in first]
         lines.append([str(requests), *("-" if found is None else f"{found:.3f}" for found in means)])
     return table(["requests", *(f"ours / {spoken}" for spoken in _SPOKEN.values())], lines) + "\n"

@@ -21,7 +21,8 @@ def step_profile() -> str:
     model = provenance["model"]
     text = (
         f"## Where the time of a step goes\n\n{model[:1].upper()}{model[1:]}, {provenance['dtype']}; engines in one process, "
-        "whose steps wait for the output's processing too. A load is requests and the width that the planner keeps. *Busy* and "
+        "whose steps wait for the output's processing too. A load is requests and the width that the planner keeps (other arms "
+        "draft K, or none). *Busy* and "
         f"*idle* are under a profiler, which slows the host down; means of {provenance['steps']} steps.\n\n"
     )
     text += table(["load", "arm", "step ms", "GPU busy ms", "GPU idle ms"], [[load, *more] for load, *more in lines]) + "\n"
@@ -40,4 +41,4 @@ def _differences(cell: dict[str, Row]) -> list[list[str]]:
         return []
     times = {name: [found.get(name, (0.0, 0))[0] for found in kernels] for name in dict.fromkeys(k for of in kernels for k in of)}
     apart = sorted(times, key=lambda name: min(times[name]) - max(times[name]))
-    return [[f"`{name[:60]}`", *(f"{one:.0f}" for one in times[name])] for name in apart[:SHOWN]]
+    return [[f"`{name[:60]}`", *(f"{one:.0f}" if one else "-" for one in times[name])] for name in apart[:SHOWN]]

@@ -57,8 +57,8 @@ def start_engine(arm, options):
     console = Console(stderr=True)
     names = prepared_demo_pair(console) if options.widen == "none" else prepared_wide_pair(options.widen, console)
     engine_of, speculative, more = ARMS[arm]
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_DFLASH=str(int(engine_of != "builtin")))
-    if engine_of != "builtin":
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_DFLASH=str(int(engine_of == "ours")))
+    if engine_of == "ours":
         from vllm_dflash.plugin import register
 
         register()
@@ -97,10 +97,12 @@ class Steps:
         return 1e3 * (time.perf_counter() - began) / steps
 
     def end(self):
-        """Leave the rest of the answers."""
+        """Leave the rest of the answers; how many requests had not ended."""
+        alive = self.engine.get_num_unfinished_requests()
         self.engine.abort_request(self.names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
+        return alive
 
 
 def wait():
@@ -117,23 +119,27 @@ def measure(steps, requests, count):
     steps.begin(requests)
     row = {"step_ms": round(steps.run(count), 4)}
     if torch.cuda.is_available():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            steps.run(count)
+        for length in (2, count):  # the first profiler of a process takes its time
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                steps.run(length)
         on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         row |= of_events([(event.name, event.time_range.start, event.time_range.end) for event in on_gpu], count)
-    steps.end()
+    if (alive := steps.end()) < requests:
+        raise SystemExit(f"{requests} requests: {alive} were left at the end; expected all of them: lower --steps.")
     return row
 
 
 def of_events(events, steps):
     """The figures of (name, start, end) in microseconds; kernels of several streams may overlap."""
+    if not events:
+        raise SystemExit("the profiler saw no kernel; expected CUPTI to work on this machine.")
     busy, until, first = 0.0, float("-inf"), min(start for _, start, _ in events)
     kernels = defaultdict(lambda: [0.0, 0])
     for name, start, end in sorted(events, key=lambda event: event[1]):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-        kernels[name[:100]][0] += end - start
-        kernels[name[:100]][1] += 1
+        kernels[name][0] += end - start
+        kernels[name][1] += 1
     dear = sorted(
         ((name, [round(us / steps, 2), count / steps]) for name, (us, count) in kernels.items()), key=lambda k: -k[1][0]
     )
@@ -151,22 +157,26 @@ def child(arm, options):
     steps.end()
     channel.write("ready\n")
     channel.flush()
-    sys.stdin.readline()
-    rows = []
+    if not sys.stdin.readline():
+        return  # whoever would ask has ended
+    rows, same = [], {}
     for requests, width in options.loads:
         row = {"arm": arm, "concurrency": requests, "width": width}
         if ARMS[arm][0] == "ours":
             from vllm_dflash.engine.planner_access import hold_width
 
             hold_width(engine, width)
-        if not (width == 0 and ARMS[arm][0] == "builtin"):
+        if arm == "none":  # whatever others draft
+            same[requests] = same.get(requests) or measure(steps, requests, options.steps)
+            rows.append(row | same[requests])
+        elif not (width == 0 and ARMS[arm][0] == "builtin"):
             rows.append(row | measure(steps, requests, options.steps))
     channel.write(json.dumps(rows) + "\n")
     channel.flush()
 
 
 def all_arms(options):
-    """Rows of every arm: engines start together and are measured in turn."""
+    """Lists of rows, arm by arm: engines start together and are measured in turn."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = {arm: subprocess.Popen([*command, arm], **pipes) for arm in options.arms}
@@ -174,13 +184,17 @@ def all_arms(options):
         for arm, process in children.items():
             if process.stdout.readline() != "ready\n":
                 raise SystemExit(f"{arm}: its engine did not start; what it said stands above.")
-        for process in children.values():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            yield from json.loads(process.stdout.readline())
+        for arm, process in children.items():
+            if process.poll() is None:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            if not (answer := process.stdout.readline()):
+                raise SystemExit(f"{arm}: its engine did not go on; what it said stands above.")
+            yield json.loads(answer)
     finally:
         for process in children.values():
             process.kill()
+            process.wait()
 
 
 def parse():
@@ -195,6 +209,8 @@ def parse():
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.arms = options.arms.split(",")
+    if unknown := [arm for arm in options.arms if arm not in ARMS]:
+        parser.error(f"--arms: found {', '.join(unknown)}; expected some of {', '.join(ARMS)}")
     options.loads = [tuple(map(int, load.split(":"))) for load in options.loads.split(",")]
     return options
 
@@ -208,13 +224,16 @@ def main():
 
     from vllm_dflash.bench.record import provenance, save, without_folders
     from vllm_dflash.bench.wide_pair import prepared_wide_pair
+    from vllm_dflash.cli.models import prepared_demo_pair
 
-    if options.widen != "none":
-        prepared_wide_pair(options.widen, Console(stderr=True))  # once, not by every child
+    console = Console(stderr=True)  # prepared once, not by every child
+    _ = prepared_demo_pair(console) if options.widen == "none" else prepared_wide_pair(options.widen, console)
     command = shlex.join(["python", "tests/gpu/profile_steps.py", *map(without_folders, sys.argv[1:])])
     model = "the demo pair" if options.widen == "none" else f"the demo pair widened to {options.widen}"
-    rows = list(all_arms(options))
-    save(options.out, rows, provenance(command=command, model=model, dtype=options.dtype, steps=options.steps))
+    rows, origin = [], provenance(command=command, model=model, dtype=options.dtype, steps=options.steps)
+    for found in all_arms(options):
+        rows += found
+        save(options.out, rows, origin)
     for row in rows:
         figures = ", ".join(f"{key} {row[key]:.3f}" for key in ("step_ms", "busy_ms", "idle_ms") if key in row)
         sys.stdout.write(f"{row['concurrency']} requests, width {row['width']}, {row['arm']}: {figures}\n")

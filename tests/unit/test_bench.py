@@ -86,7 +86,7 @@ def test_a_load_without_a_steady_state_in_one_arm_compares_whole_runs():
 
 def test_repetitions_compare_on_their_own_prompts():
     """Breaks if the middle repetition of one arm is divided by that of another, whose prompts are others: answers differ
-    threefold, so twice as fast on every prompt would read as anything."""
+    threefold, so twice as fast on every prompt would read as anything; or if whoever is the numerator gains by it."""
     base = {"prompts": "copy", "temperature": 0.0, "concurrency": 1}
     plain = base | {"arm": "none", "tok_s": 100.0, "tok_s_wall": 50.0, "tok_s_each": [100.0, 99.0, 300.0]}
     ours = base | {"arm": "ours", "tok_s": 298.0, "tok_s_wall": 75.0, "tok_s_each": [200.0, 298.0, 599.0]}
@@ -94,6 +94,10 @@ def test_repetitions_compare_on_their_own_prompts():
     assert [line[HEADINGS.index("vs none")] for line in lines([plain, ours])] == ["1.00x", "2.00x"]
     assert over(ours, plain | {"tok_s_each": [100.0]}, "tok_s") == pytest.approx(2.98)  # not all of them have the same prompts
     assert over(ours, plain, "tok_s_wall") == pytest.approx(1.5)
+    two, other = ours | {"tok_s_each": [100.0, 400.0]}, plain | {"tok_s_each": [200.0, 200.0]}
+    assert over(two, other, "tok_s") == pytest.approx(1.0)
+    assert over(other, two, "tok_s") == pytest.approx(1.0)
+    assert over(ours, plain | {"tok_s_each": [0.0, 99.0, 300.0]}, "tok_s") == pytest.approx(2.98)  # a repetition without tokens
     assert over(ours, {}, "tok_s") is None
     assert over({}, plain, "tok_s") is None
 

@@ -132,15 +132,16 @@ def cell_row(results: Sequence[Row], plain: Sequence[Row] | None) -> Row:
 def over(row: Row, base: Row, field: str) -> float | None:
     """``field`` of a row over that of another arm at the same load; None where either was not measured.
 
-    Of ``tok_s`` the median over repetitions of their quotients, where both rows have them one by one. Each repetition has prompts
-    of its own, whose answers may differ threefold in speed, and all arms have the same: a quotient of medians would often be
-    one of different prompts.
+    Of ``tok_s`` the median of the repetitions' quotients, where both rows have them one by one; of an even number the geometric
+    mean of the middle two, so that it is the inverse of what the other arm has over this one. Repetitions have other prompts
+    each, as far as there are any, whose answers may differ threefold in speed, and all arms have the same: a quotient of medians
+    would often be one of different prompts.
     """
     if row.get(field) is None or not base.get(field):
         return None
     ours, others = (one.get("tok_s_each") or () for one in (row, base))
-    if field == "tok_s" and ours and len(ours) == len(others):
-        return float(statistics.median(mine / other for mine, other in zip(ours, others, strict=True)))
+    if field == "tok_s" and len(ours) == len(others) and ours and all(ours) and all(others):
+        return math.exp(statistics.median(math.log(mine / other) for mine, other in zip(ours, others, strict=True)))
     return float(row[field] / base[field])
 
 

@@ -25,7 +25,8 @@ def plot_speedup(rows: Iterable[Row], path: Path) -> None:
         for arm in dict.fromkeys(row["arm"] for row in here):
             of_arm = [(row["concurrency"], found[load_of(row), arm]) for row in here if row["arm"] == arm]
             points = sorted((requests, speedup) for requests, speedup in of_arm if speedup is not None)
-            axis.plot(*zip(*points, strict=True), marker="o", label=arm)
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=arm)
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(title=f"{panel[0]}, temperature {panel[1]:g}", xlabel="requests at the same time", ylabel="speed-up")

@@ -28,7 +28,11 @@ def print_table(console: Console, rows: Iterable[Row]) -> None:
     caption = None
     if moved:
         caption = f"second run: ratios to none moved by {moved['median']:.1%} in the middle, {moved['max']:.1%} at most"
-    table = Table(title="tokens per second while all requests decode", title_justify="left", caption=caption)
+    table = Table(
+        title="tokens per second while all requests decode; vs none: the middle of the repetitions",
+        title_justify="left",
+        caption=caption,
+    )
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in _TEXTS else "right", no_wrap=True)
     for line in lines(rows):

@@ -68,7 +68,9 @@ def rows_of_cell(
         field = "tok_s" if all("tok_s" in row for row in rows) else "tok_s_wall"
         ratios = [_ratios(run, field, base) for run in runs]
         for row in rows:
-            found = [ratio[row["arm"]] for ratio in ratios]
+            found = [ratio[row["arm"]] for ratio in ratios if ratio.get(row["arm"])]
+            if len(found) < len(runs):
+                continue  # a run without a token of it
             row |= {"vs_none_by_run": found, "vs_none_difference": max(found) / min(found) - 1}
     return rows
 

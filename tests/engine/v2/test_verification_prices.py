@@ -30,7 +30,7 @@ def test_a_cut_that_saves_next_to_nothing_is_not_made(priced):
     priced._prices._by_width = {K: steep}
     assert budget(priced, places) == 2 * K
     priced._prices._by_width, priced._prices.bare = {K: steep}, curves(1.0, 0.3)[1]
-    assert budget(priced, places) == 2 * K  # 5 % of the step, as few requests save at most
+    assert budget(priced, places) == 2 * K  # 5 % of the step
     priced._prices.bare = curves(1.0, 0.4)[1]
     assert budget(priced, places) == K  # 8 %
     priced._prices._by_width[K] = steep[0] + 20.0, steep[1]  # of so dear a step the same saving is next to nothing
