@@ -4,7 +4,7 @@
 from benchmark_tables import Row, by_arm, figure, result, source, table
 
 SHOWN = 10
-"""Kernels of a load, those whose time differs the most from the step without speculation."""
+"""Kernels of a load, those whose time differs the most between arms."""
 
 
 def step_profile() -> str:
@@ -22,10 +22,10 @@ def step_profile() -> str:
     text = (
         f"## Where the time of a step goes\n\n{model[:1].upper()}{model[1:]}, {provenance['dtype']}; engines in one process, "
         "whose steps wait for the output's processing too. A load is requests and the width that the planner keeps (other arms "
-        "draft K, or none). *Busy* and "
-        f"*idle* are under a profiler, which slows the host down; means of {provenance['steps']} steps.\n\n"
+        "draft K, or none). *Busy* and *idle* are under a profiler, which slows the host down; means of "
+        f"{provenance['steps']} steps.\n\n"
     )
-    text += table(["load", "arm", "step ms", "GPU busy ms", "GPU idle ms"], [[load, *more] for load, *more in lines]) + "\n"
+    text += table(["load", "arm", "step ms", "GPU busy ms", "GPU idle ms"], lines) + "\n"
     for (requests, width), cell in cells.items():
         if found := _differences(cell):
             arms = [arm for arm in cell if "kernels" in cell[arm]]

@@ -134,7 +134,7 @@ def test_a_test_that_ran_again_has_its_latest_outcome():
 
 def test_kernels_that_overlap_are_busy_once():
     """Breaks if time on two streams counts twice as busy, a gap as work, or rare short kernels fill the list."""
-    profile = load("profile_steps")
+    profile = load("profile_child")
     events = [("gemm", 0.0, 100.0), ("copy", 50.0, 130.0), ("copy", 60.0, 70.0), ("gemm", 120.0, 200.0)]
     events += [("gemm", 250.0, 300.0), ("tiny", 299.0, 300.5)]
     found = profile.of_events(events, steps=2)

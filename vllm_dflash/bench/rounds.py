@@ -68,10 +68,10 @@ def rows_of_cell(
         field = "tok_s" if all("tok_s" in row for row in rows) else "tok_s_wall"
         ratios = [_ratios(run, field, base) for run in runs]
         for row in rows:
-            found = [ratio[row["arm"]] for ratio in ratios if ratio.get(row["arm"])]
-            if len(found) < len(runs):
-                continue  # a run without a token of it
-            row |= {"vs_none_by_run": found, "vs_none_difference": max(found) / min(found) - 1}
+            found = [ratio[row["arm"]] for ratio in ratios]
+            known = [ratio for ratio in found if ratio]
+            if len(known) == len(found):  # else a run has no token of it, or of the base
+                row |= {"vs_none_by_run": known, "vs_none_difference": max(known) / min(known) - 1}
     return rows
 
 
@@ -87,6 +87,6 @@ def _row(name: str, results: Results, cell: Cell, player: Player, plain: str | N
     return row
 
 
-def _ratios(run: Results, field: str, base: str) -> dict[str, float]:
+def _ratios(run: Results, field: str, base: str) -> dict[str, float | None]:
     rows = {name: cell_row(results, None) for name, results in run.items()}
-    return {name: found for name, row in rows.items() if (found := over(row, rows[base], field)) is not None}
+    return {name: over(row, rows[base], field) for name, row in rows.items()}
